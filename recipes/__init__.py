@@ -1,0 +1,1 @@
+"""Accelerate + DeepSpeed recipes that pretrain a language model."""
