@@ -1,0 +1,116 @@
+"""How a rank ends: exit codes, the status file of each rank, and the wish to stop.
+
+with Outcome(rank=3) as outcome:
+    ...                       # ValueError -> 2, TopologyError -> 3, NumbersError -> 4, Stopped -> 75
+return outcome.code
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+from types import FrameType, TracebackType
+
+logger = logging.getLogger(__name__)
+
+DONE, USAGE, TOPOLOGY, NUMBERS, STOPPED = 0, 2, 3, 4, 75
+
+
+class TopologyError(RuntimeError):
+    """The processes, devices or strategy found are not those that were asked for."""
+
+
+class NumbersError(RuntimeError):
+    """Losses or gradients stayed non-finite."""
+
+
+class Stopped(RuntimeError):
+    """The run stopped on request, with a checkpoint; the same command goes on."""
+
+
+class PeerError(RuntimeError):
+    """Another rank found the error and reports it; carries that rank's exit code."""
+
+    def __init__(self, text: str, code: int) -> None:
+        super().__init__(text)
+        self.code = code
+
+
+def exit_code(error: BaseException) -> int:
+    """The exit code that tells the launcher what kind of end this was; 1 for a fault of our own."""
+    if isinstance(error, PeerError):
+        return error.code
+    kinds = ((ValueError, USAGE), (TopologyError, TOPOLOGY), (NumbersError, NUMBERS))
+    for kind, code in (*kinds, (Stopped, STOPPED)):
+        if isinstance(error, kind):
+            return code
+    return 1
+
+
+class Outcome:
+    """Turns the end of a rank into an exit code and `status/rank-N.json` in the run folder.
+
+    Errors that every rank of a node finds alike (a fault in the run file) are printed by its first
+    rank only.
+    """
+
+    def __init__(self, *, rank: int, local_rank: int) -> None:
+        self.rank, self.local_rank = rank, local_rank
+        self.folder: Path | None = None  # set as soon as the run folder is known
+        self.joined = (
+            False  # True once the ranks act together: from then on any rank's error is its own
+        )
+        self.code = DONE
+
+    def __enter__(self) -> Outcome:
+        return self
+
+    def write(self, state: str, reason: str = "", code: int | None = None) -> None:
+        """Record this rank's state; `code` is None while it runs."""
+        if self.folder is None:
+            return
+        path = self.folder / "status" / f"rank-{self.rank}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        record = {"rank": self.rank, "host": socket.gethostname(), "state": state}
+        record |= {"exit_code": code, "reason": reason, "time": time.time()}
+        path.write_text(json.dumps(record) + "\n", encoding="utf-8")
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool:
+        if error is None:
+            self.write("done", code=DONE)
+            return False
+        if isinstance(error, SystemExit):
+            return False
+        self.code = exit_code(error)
+        self.write("stopped" if self.code == STOPPED else "failed", str(error), self.code)
+        known = self.code != 1
+        if not known:
+            logger.error("rank %d failed", self.rank, exc_info=error)
+        elif not isinstance(error, PeerError) and (self.joined or self.local_rank == 0):
+            sys.stderr.write(f"\nrank {self.rank}: {error}\n" if self.joined else f"\n{error}\n")
+        return True
+
+
+class StopWish:
+    """SIGTERM and SIGINT as a wish that the ranks agree on at the next window.
+
+    Launchers repeat the signal, so a second one must not kill a rank that is saving.
+    """
+
+    def __init__(self) -> None:
+        self.requested = False
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._note)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.requested = True
