@@ -1,0 +1,1 @@
+"""The only room that touches Accelerate and DeepSpeed: topology, building, updating, state."""
