@@ -1,0 +1,1 @@
+"""Strategy-neutral checkpoints: named arrays and JSON in, one committed folder out."""
