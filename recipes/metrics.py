@@ -1,0 +1,143 @@
+"""One record per applied update: console line, JSONL, and the arithmetic of throughput."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+# Dense 16-bit peaks with fp32 accumulation, FLOP/s per GPU, from NVIDIA's data sheets: Tesla V100
+# SXM2 (2018), A100 (2021), H100 SXM and PCIe (2023), H200 (2024), B200 (DGX, half of sparse), L40S.
+PEAK_FLOPS = {
+    "V100-SXM2": 125e12,
+    "A100": 312e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "H200": 989e12,
+    "B200": 2250e12,
+    "L40S": 362e12,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """What one applied update did. Counts and means are over all ranks; times are rank 0's."""
+
+    step: int  # applied updates so far
+    loss: float  # mean over the window's tokens, natural logarithm
+    lr: float
+    grad_norm: float  # before clipping, of the unscaled gradient
+    loss_scale: float  # 1.0 without a scaler
+    skipped_updates: int  # non-finite windows so far
+    tokens: int  # trained on in this update (padding and masked labels not counted)
+    samples: int  # documents that ended in this update
+    data_digest: str  # names the update's sequences, however many ranks shared them
+    total_tokens: int
+    total_samples: int
+    step_ms: float
+    data_wait_ms: float
+    tokens_per_s: float
+    samples_per_s: float
+    mfu: float | None  # None on hardware without an entry in PEAK_FLOPS
+    peak_memory_bytes: int
+
+
+def per_second(count: float, milliseconds: float) -> float:
+    """A rate from a count and a time in ms."""
+    return count / (milliseconds / 1000.0) if milliseconds > 0 else 0.0
+
+
+def peak_flops(device_name: str | None) -> float | None:
+    """The dense 16-bit peak of a GPU in FLOP/s, by the longest name that fits; None if unknown."""
+    fits = [name for name in PEAK_FLOPS if device_name and name in device_name]
+    return PEAK_FLOPS[max(fits, key=len)] if fits else None
+
+
+def model_flops_utilisation(
+    tokens_per_s: float, flops_per_token: float, world: int, peak: float | None
+) -> float | None:
+    """MFU: the share of the GPUs' dense peak that the model's own FLOPs take.
+
+    Raises:
+        ValueError: above 1, which means a wrong peak or a wrong count.
+    """
+    if peak is None:
+        return None
+    share = tokens_per_s * flops_per_token / (world * peak)
+    if share > 1.0:
+        raise ValueError(
+            f"MFU {share:.0%} is impossible: the GPU's peak or the token count is wrong"
+        )
+    return share
+
+
+def eta_seconds(updates_left: int, mean_step_ms: float) -> float:
+    """Time to the end of the run in seconds, evaluations and saving not counted."""
+    return updates_left * mean_step_ms / 1000.0
+
+
+def human_time(seconds: float) -> str:
+    """Seconds as `5h12m`, `3m20s` or `42s`."""
+    whole = round(seconds)
+    if whole >= 3600:
+        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+    return f"{whole // 60}m{whole % 60:02d}s" if whole >= 60 else f"{whole}s"
+
+
+def human_rate(value: float) -> str:
+    """A rate as `118.2k` or `950`."""
+    return f"{value / 1000:.1f}k" if value >= 1000 else f"{value:.0f}"
+
+
+def console_line(record: Record, total: int, eta: float) -> str:
+    """The fixed-width line of one logged update."""
+    parts = [
+        f"step {record.step:0{len(str(total))}d}/{total}",
+        f"loss {record.loss:7.4f}",
+        f"lr {record.lr:.1e}",
+        f"norm {record.grad_norm:6.2f}",
+        f"{human_rate(record.tokens_per_s):>6} tok/s",
+        f"MFU {record.mfu:5.1%}" if record.mfu is not None else "",
+        f"wait {record.data_wait_ms:5.1f} ms",
+        f"scale {record.loss_scale:.0f}" if record.loss_scale != 1.0 else "",
+        f"skipped {record.skipped_updates}" if record.skipped_updates else "",
+        f"eta {human_time(eta)}",
+    ]
+    return " | ".join(part for part in parts if part)
+
+
+class JsonLines:
+    """An append-only file of JSON objects with a `step`, which a resume cuts back to its checkpoint."""
+
+    def __init__(self, path: Path, last_step: int) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        kept = [r for r in read_json_lines(path) if r["step"] <= last_step]
+        beside = path.with_suffix(".partial")
+        beside.write_text("".join(json.dumps(r) + "\n" for r in kept), encoding="utf-8")
+        beside.rename(path)
+        self._file = path.open("a", encoding="utf-8")
+
+    def append(self, records: list[dict[str, Any]]) -> None:
+        """Write whole lines and hand them to the operating system at once."""
+        self._file.write("".join(json.dumps(r) + "\n" for r in records))
+        self._file.flush()
+
+    def close(self) -> None:
+        """Flush to the disk."""
+        os.fsync(self._file.fileno())
+        self._file.close()
+
+
+def read_json_lines(path: Path) -> list[dict[str, Any]]:
+    """Every whole record of a file; a last line that a crash cut short is left out."""
+    if not path.is_file():
+        return []
+    lines = path.read_text(encoding="utf-8").split("\n")
+    return [json.loads(line) for line in lines[:-1] if line]
+
+
+def as_json(record: Record) -> dict[str, Any]:
+    """A record as JSON values."""
+    return asdict(record)
