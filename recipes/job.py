@@ -1,0 +1,358 @@
+"""A run put together: what the loop works with, built once and in order, every check before the GPUs work."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import math
+import os
+import time
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+from recipes import metrics, objective, runfolder
+from recipes.cluster.hostfile import read_hostfile
+from recipes.config import Run
+from recipes.data.feed import Corpus, Feed, HeldOut, Window, look
+from recipes.engine import topology, update
+from recipes.engine.build import Engine, prepare, start
+from recipes.engine.strategy import read_strategy
+from recipes.meter import Meter
+from recipes.model import build_network, count_parameters, flops_per_token, wrap
+from recipes.outcome import Outcome
+from recipes.resume import restore_newest
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(kw_only=True)
+class Progress:
+    """How far the run is: the counters of a checkpoint."""
+
+    applied: int = 0
+    windows: int = 0  # consumed, skipped ones included
+    skipped: int = 0
+    skipped_in_a_row: int = 0
+    tokens: int = 0
+    samples: int = 0
+    scales: list[float] = field(default_factory=list)  # of the last 64 windows, for the report
+
+    def settle(self, result: update.UpdateResult, agreed: update.Agreement) -> None:
+        """Account for one window after its update."""
+        self.windows += 1
+        self.scales = [*self.scales[-63:], result.loss_scale]
+        if result.applied:
+            self.applied, self.skipped_in_a_row = self.applied + 1, 0
+            self.tokens, self.samples = self.tokens + agreed.tokens, self.samples + agreed.samples
+        else:
+            self.skipped, self.skipped_in_a_row = self.skipped + 1, self.skipped_in_a_row + 1
+
+
+@dataclass(kw_only=True)
+class Job:
+    """Everything the loop works with."""
+
+    run: Run
+    engine: Engine
+    corpus: Corpus
+    feed: Feed
+    held_out: HeldOut | None
+    length: objective.Length
+    progress: Progress
+    meter: Meter
+    flops_per_token: float
+    peak_flops: float | None
+
+    @property
+    def plan(self) -> objective.BatchPlan:
+        """How one update is divided."""
+        return self.engine.plan
+
+    def fields(
+        self,
+        window: Window,
+        result: update.UpdateResult,
+        agreed: update.Agreement,
+        rate: float,
+        started: float,
+    ) -> dict[str, Any]:
+        """A `Record` of the update that was just applied, without its loss."""
+        step_ms = (time.perf_counter() - started) * 1000.0
+        tokens_per_s = metrics.per_second(agreed.tokens, step_ms)
+        return {
+            "step": self.progress.applied,
+            "lr": rate,
+            "grad_norm": result.grad_norm,
+            "loss_scale": result.loss_scale,
+            "skipped_updates": self.progress.skipped,
+            "tokens": agreed.tokens,
+            "samples": agreed.samples,
+            "data_digest": f"{agreed.digest:x}",
+            "total_tokens": self.progress.tokens,
+            "total_samples": self.progress.samples,
+            "step_ms": step_ms,
+            "data_wait_ms": window.wait_ms,
+            "tokens_per_s": tokens_per_s,
+            "samples_per_s": metrics.per_second(agreed.samples, step_ms),
+            "mfu": metrics.model_flops_utilisation(
+                tokens_per_s, self.flops_per_token, self.plan.world, self.peak_flops
+            ),
+            "peak_memory_bytes": update.peak_memory_bytes(self.engine),
+        }
+
+
+def build(run: Run, args: argparse.Namespace, outcome: Outcome) -> Job | None:
+    """Put the run together; None if it was finished earlier.
+
+    Raises:
+        TopologyError: the processes or devices are not those that were asked for.
+        ValueError: everything else that a user can mend.
+    """
+    launch = topology.read_launch(os.environ, args.local_rank)
+    strategy = read_strategy(args.accelerate_config, args.deepspeed_config, os.environ)
+    hosts = read_hostfile(args.hostfile) if args.hostfile else None
+    topology.check_launch(launch, hosts, args.hostfile)
+    cpu = topology.check_device(strategy.cpu, os.environ, torch.cuda.is_available())
+    worlds = objective.legal_worlds(run.batch, lanes=run.data.lanes, workers=run.data.workers)
+    plan = objective.plan_batch(run.batch, launch.world, worlds)
+    accelerator = start(strategy, run, plan, cpu=cpu)
+    ranks_per_host = topology.check_world(accelerator, launch, strategy.kind, hosts)
+    peers = topology.Peers(launch.rank, launch.world)
+    outcome.joined = True
+
+    recorded = peers.from_first(lambda: _open_folder(run, args.fresh))
+    if recorded.get("finished"):
+        if launch.rank == 0:
+            logger.info("%s", _already_finished(run, recorded["finished"]))
+        return None
+    corpus = _open_corpus(run, peers, launch.local_rank, recorded.get("revision"))
+    network = build_network(run.model, run.seed, run.batch.seq_len, corpus.encoder.vocab_size)
+    module = wrap(network, run.model.loss, low_precision=strategy.precision != "fp32")
+    if run.model.compile:
+        module.compile()
+    engine = prepare(accelerator, module, strategy, run, plan, peers)
+    length = _length(recorded, run, corpus, peers)
+    progress = Progress()
+    state = restore_newest(engine, run, corpus)
+    if state is not None:
+        progress = Progress(**state.progress)
+    else:
+        update.seed_rng(run.seed * 1_000_003 + 1 + launch.rank)  # dropout differs by rank
+    job = Job(
+        run=run,
+        engine=engine,
+        corpus=corpus,
+        feed=Feed(corpus, plan, launch.rank, state.data if state else None),
+        held_out=HeldOut.open(corpus, plan, launch.rank) if run.evaluate else None,
+        length=length,
+        progress=progress,
+        meter=_meter(run, engine, length, progress, first=launch.rank == 0),
+        flops_per_token=flops_per_token(network, run.batch.seq_len),
+        peak_flops=_peak_flops(engine),
+    )
+    if launch.rank == 0:
+        _record_start(job, recorded, ranks_per_host)
+        logger.info("%s", _banner(job, worlds, count_parameters(network)))
+    outcome.write("training")
+    return job
+
+
+def _open_corpus(run: Run, peers: topology.Peers, local_rank: int, revision: str | None) -> Corpus:
+    """Rank 0 looks at the data; the others open what it found, with the tokenizer on every machine."""
+    found = peers.from_first(lambda: look(run, revision, run.folder.parent / "cache"))
+    path = run.folder / "tokenizer.json"
+    if local_rank == 0:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(found["tokenizer"], encoding="utf-8")
+    peers.barrier()
+    return Corpus.open(run, found, path)
+
+
+def _open_folder(run: Run, fresh: bool) -> dict[str, Any]:
+    """What an earlier start recorded; rank 0 only.
+
+    Raises:
+        ValueError: the folder holds another run.
+    """
+    if fresh:
+        runfolder.clear(run.folder)
+    recorded = runfolder.read_record(run.folder)
+    if recorded is None:
+        return {}
+    for change in runfolder.check_same(recorded, run):
+        logger.info("changed since the last start: %s", change)
+    return recorded | {"finished": runfolder.read_summary(run.folder)}
+
+
+def _already_finished(run: Run, summary: dict[str, Any]) -> str:
+    text = f"{run.name} is finished: {summary['updates']} updates"
+    if summary.get("held_out_perplexity"):
+        text += f", held-out perplexity {summary['held_out_perplexity']:,.1f}"
+    return f"{text}\n{runfolder.where_everything_is(run.folder)}"
+
+
+def _length(
+    recorded: dict[str, Any], run: Run, corpus: Corpus, peers: topology.Peers
+) -> objective.Length:
+    """The recorded length, or a new one; it never moves after the first start."""
+    if "length" in recorded:
+        return objective.Length(**recorded["length"])
+
+    def compute() -> objective.Length:
+        schedule = run.schedule
+        if schedule.updates is not None:
+            return objective.run_length(schedule, run.batch)
+        measured = corpus.measure()
+        samples = schedule.samples
+        if schedule.epochs is not None:
+            documents = corpus.count_documents() * measured.samples_per_document
+            samples = math.ceil(schedule.epochs * documents)
+        return objective.run_length(
+            schedule,
+            run.batch,
+            samples=samples,
+            tokens_per_sample=schedule.tokens_per_sample or measured.tokens_per_sample,
+            sequences_per_token=measured.sequences_per_sample / measured.tokens_per_sample,
+        )
+
+    return peers.from_first(compute)
+
+
+def _meter(
+    run: Run, engine: Engine, length: objective.Length, progress: Progress, *, first: bool
+) -> Meter:
+    tracked = bool(run.log.trackers)
+    if tracked:
+        settings = {k: str(v) for k, v in runfolder.flat(run.model_dump(mode="json")).items()}
+        engine.accelerator.init_trackers(run.name, config=settings)
+
+    def track(values: dict[str, Any], step: int) -> None:
+        if tracked:
+            shown = {k: v for k, v in values.items() if v is not None and k != "step"}
+            engine.accelerator.log(shown, step=step)
+
+    return Meter(
+        reduce=lambda losses: update.sum_over_ranks(engine, losses),
+        track=track,
+        folder=run.folder if first else None,
+        total=length.updates,
+        done=progress.applied,
+    )
+
+
+def _peak_flops(engine: Engine) -> float | None:
+    if engine.device.type != "cuda":
+        return None
+    return metrics.peak_flops(torch.cuda.get_device_name(engine.device))
+
+
+def _record_start(job: Job, recorded: dict[str, Any], ranks_per_host: dict[str, int]) -> None:
+    strategy = job.engine.strategy
+    here = runfolder.provenance() | {
+        "world": job.plan.world,
+        "hosts": ranks_per_host,
+        "strategy": strategy.title,
+        "distributed_type": job.engine.accelerator.distributed_type.value,
+        "deepspeed": strategy.deepspeed,
+        "device": str(job.engine.device.type),
+        "accumulation": job.plan.accumulation,
+        "from_update": job.progress.applied,
+    }
+    runfolder.write_record(
+        job.run.folder,
+        "run.json",
+        here
+        | {
+            "name": job.run.name,
+            "folder": str(job.run.folder),
+            "config": job.run.model_dump(mode="json"),
+            "length": asdict(job.length),
+            "revision": job.corpus.scan.revision,
+            "data": job.corpus.describe(),
+            "earlier_starts": [
+                *recorded.get("earlier_starts", []),
+                *([{k: recorded[k] for k in here if k in recorded}] if recorded else []),
+            ],
+        },
+    )
+
+
+def _banner(job: Job, worlds: list[int], parameters: int) -> str:
+    plan, length, strategy = job.plan, job.length, job.engine.strategy
+    device = job.engine.device.type
+    measured = ""
+    if length.tokens_per_sample is not None:
+        how = "measured" if length.measured else "stated"
+        measured = f", {length.tokens_per_sample:,.0f} tokens a sample ({how})"
+    lines = [
+        f"{job.run.name}: {parameters:,} parameters, {strategy.title}, {plan.world} ranks on {device}",
+        f"batch    {plan.global_sequences} sequences = {plan.global_tokens:,} tokens an update: "
+        f"{plan.world} ranks x {plan.accumulation} accumulated x {plan.micro} micro; "
+        f"legal ranks {' '.join(map(str, worlds))}",
+        f"length   {length.updates:,} updates = {length.updates * plan.global_tokens:,} tokens"
+        f"{measured}",
+        f"data     {job.corpus.describe()}",
+    ]
+    if job.progress.windows:
+        lines.append(f"resumed  at update {job.progress.applied:,}")
+    return "\n".join(lines)
+
+
+def summary(job: Job) -> dict[str, Any]:
+    """The result of a finished run, from what was recorded."""
+    records = metrics.read_json_lines(job.run.folder / "metrics.jsonl")
+    held_out = metrics.read_json_lines(job.run.folder / "evaluations.jsonl")
+    result: dict[str, Any] = {
+        "name": job.run.name,
+        "updates": job.progress.applied,
+        "skipped_updates": job.progress.skipped,
+        "tokens": job.progress.tokens,
+        "samples": job.progress.samples,
+        "loss": records[-1]["loss"],
+        "tokens_per_s": metrics.per_second(
+            sum(r["tokens"] for r in records), sum(r["step_ms"] for r in records)
+        ),
+    }
+    if job.length.tokens_per_sample is not None and job.progress.samples:
+        result["tokens_per_sample"] = job.progress.tokens / job.progress.samples
+        result["tokens_per_sample_planned"] = job.length.tokens_per_sample
+    if held_out:
+        result |= {
+            "held_out_loss": held_out[-1]["held_out_loss"],
+            "held_out_perplexity": held_out[-1]["held_out_perplexity"],
+            "held_out_perplexity_at_start": held_out[0]["held_out_perplexity"],
+        }
+    return result
+
+
+def continuation(job: Job) -> str:
+    """What the trained model writes after the run file's prompt; on one rank, no communication."""
+    asked, encoder, network = job.run.sample, job.corpus.encoder, job.engine.module.network
+    assert asked is not None
+    ids = torch.tensor([encoder.encode_prompt(asked.prompt)], device=job.engine.device)
+    network.eval()
+    with torch.random.fork_rng(), torch.no_grad(), job.engine.accelerator.autocast():
+        torch.manual_seed(job.run.seed)
+        out = network.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=asked.tokens,
+            do_sample=True,
+            temperature=asked.temperature,
+            top_k=asked.top_k,
+            pad_token_id=encoder.eot,
+            eos_token_id=encoder.eot,
+            use_cache=True,
+        )
+    return encoder.decode(out[0].tolist())
+
+
+def close(job: Job) -> None:
+    """End readers, trackers and the process group, in this order, on every rank."""
+    job.meter.close()
+    job.feed.close()
+    if job.run.log.trackers:
+        job.engine.accelerator.end_training()
+    job.engine.peers.barrier()

@@ -1,0 +1,148 @@
+"""The run folder: what a run records of itself, and whether a later start is still the same run."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from recipes.config import Run
+
+# Keys that may change between two starts of one run: they touch neither data order nor objective.
+FREE = {
+    "output_dir",
+    "log",
+    "checkpoint",
+    "evaluate",
+    "sample",
+    "ddp",
+    "batch.micro",
+    "data.workers",
+    "data.prefetch",
+    "data.skip_units",  # may only grow, which the checkpoint's data state checks
+    "data.read_attempts",
+    "data.tokenizer.engine",
+    "model.attention",
+    "model.gradient_checkpointing",
+    "model.compile",
+    "model.loss",
+    "optim.max_skipped_in_a_row",
+}
+PACKAGES = ("torch", "accelerate", "deepspeed", "transformers", "datasets", "tokenizers", "numpy")
+
+
+def read_record(folder: Path) -> dict[str, Any] | None:
+    """`run.json` of an earlier start; None if there was none."""
+    path = folder / "run.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+
+
+def read_summary(folder: Path) -> dict[str, Any] | None:
+    """`summary.json` of a finished run; None while it is not finished."""
+    path = folder / "summary.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+
+
+def write_record(folder: Path, name: str, value: dict[str, Any]) -> None:
+    """Write `run.json` or `summary.json` so that a reader never sees half of it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    beside = folder / f".{name}.partial"
+    beside.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+    beside.rename(folder / name)
+
+
+def clear(folder: Path) -> None:
+    """Delete an earlier run for a fresh start.
+
+    Raises:
+        ValueError: the folder holds something, but no run of ours.
+    """
+    if not folder.exists() or not any(folder.iterdir()):
+        return
+    if not (folder / "run.json").is_file() and not (folder / "status").is_dir():
+        raise ValueError(
+            f"--fresh would delete {folder}, which holds no run; name another output_dir"
+        )
+    shutil.rmtree(folder)
+
+
+def changed(recorded: dict[str, Any], run: Run) -> tuple[list[str], list[str]]:
+    """Keys whose values differ from the recorded run: those that may not, and those that may."""
+    before, after = flat(recorded["config"]), flat(run.model_dump(mode="json"))
+    fixed: list[str] = []
+    free: list[str] = []
+    for key in sorted(before.keys() | after.keys()):
+        if before.get(key) == after.get(key):
+            continue
+        text = f"{key}: {before.get(key)!r} -> {after.get(key)!r}"
+        may = any(key == name or key.startswith(name + ".") for name in FREE)
+        (free if may else fixed).append(text)
+    return fixed, free
+
+
+def check_same(recorded: dict[str, Any], run: Run) -> list[str]:
+    """Refuse to go on with another run's folder.
+
+    Returns:
+        The changes that are allowed, to be told.
+
+    Raises:
+        ValueError: every key whose change would make it another run.
+    """
+    fixed, free = changed(recorded, run)
+    if fixed:
+        raise ValueError(
+            f"{run.folder} holds a run with other settings:\n  " + "\n  ".join(fixed) + "\n"
+            "set them back to go on, start anew with --fresh, or give another name or output_dir"
+        )
+    return free
+
+
+def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested keys as `section.key`, for comparing and for trackers."""
+    out: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, dict) and value:
+            out |= flat(value, f"{prefix}{key}.")
+        else:
+            out[f"{prefix}{key}"] = value
+    return out
+
+
+def provenance() -> dict[str, Any]:
+    """Versions, commit and command of this start."""
+    commit = subprocess.run(
+        ["git", "rev-parse", "HEAD"],
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return {
+        "versions": {name: importlib.metadata.version(name) for name in PACKAGES},
+        "python": sys.version.split()[0],
+        "commit": commit.stdout.strip() or None,
+        "command": sys.argv,
+        "started": time.time(),
+    }
+
+
+def where_everything_is(folder: Path) -> str:
+    """What lies where, and what to try next."""
+    return "\n".join(
+        [
+            f"run folder   {folder}",
+            "  run.json         settings, versions, command, hosts",
+            "  metrics.jsonl    one record for every update",
+            "  evaluations.jsonl  held-out loss and perplexity",
+            "  checkpoints/     arrays by parameter name; LATEST names the newest",
+            "  summary.json     the result",
+            "next: change a key (make pretrain ARGS='optim.lr=1e-3 name=hotter'), swap the arm",
+            "      (make pretrain ARM=local_ddp_bf16), or start it over (make pretrain FRESH=1)",
+        ]
+    )
