@@ -1,22 +1,15 @@
-"""The run file: what is trained, on which data, for how long, as frozen typed sections.
+"""The run file's sections: what is trained, on which data, for how long; frozen and typed.
 
-    run = load_run("recipes/runs/gpt2_xl.yaml", ["optim.lr=3e-4", "batch.micro=8"])
-
-Every fault of the file and of the overrides is reported in one `ValueError`. Nothing here imports
-torch. Which GPUs and which strategy are not said here: they are the hostfile's and
-`accelerate_configs/`' facts.
+`recipes.runfile.load_run` reads them. Which GPUs and which strategy are not said here: they are the
+hostfile's and `accelerate_configs/`' facts.
 """
 
 from __future__ import annotations
 
-import difflib
-import io
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
-from ruamel.yaml import YAML
-from ruamel.yaml.error import YAMLError
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Positive = Annotated[int, Field(gt=0)]
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -25,11 +18,13 @@ Share = Annotated[float, Field(ge=0.0, le=1.0)]
 class Section(BaseModel):
     """A frozen, strictly typed part of the run file; unknown keys are errors."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, protected_namespaces=())
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, protected_namespaces=()
+    )
 
 
 class Model(Section):
-    """What is trained: `config` builds from scratch, `pretrained` continues a folder or hub name."""
+    """What is trained: from scratch by `config`, or continued from `pretrained`."""
 
     config: dict[str, Any] | None = (
         None  # keyword arguments of a transformers config, with `model_type`
@@ -72,11 +67,13 @@ class Tokenizer(Section):
     def _one_origin(self) -> Tokenizer:
         if sum(v is not None for v in (self.name, self.file, self.train_vocab_size)) != 1:
             raise ValueError("give exactly one of name, file and train_vocab_size")
+        if self.revision is not None and self.name is None:
+            raise ValueError("revision has no effect without name")
         return self
 
 
 class HeldOut(Section):
-    """What evaluation reads: a split of its own, or a fixed share of the units that training never sees."""
+    """What evaluation reads: a split of its own, or a share of the units, kept from training."""
 
     split: str | None = None
     share: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
@@ -155,7 +152,7 @@ class Optim(Section):
 
 
 class Schedule(Section):
-    """How long, in exactly one of four units, and the learning rate's shape over applied updates."""
+    """How long, in one of four units, and the learning rate's shape over applied updates."""
 
     samples: Positive | None = None  # documents
     tokens: Positive | None = None
@@ -178,6 +175,8 @@ class Schedule(Section):
             raise ValueError(
                 "tokens_per_sample has no effect unless the length is in samples or epochs"
             )
+        if self.shape == "constant" and "final_share" in self.model_fields_set:
+            raise ValueError("final_share has no effect with shape: constant; remove it")
         return self
 
 
@@ -199,7 +198,7 @@ class Checkpoint(Section):
 
 
 class Evaluate(Section):
-    """Held-out loss: the first `sequences` of the held-out part, at the start, on the way and at the end."""
+    """Held-out loss on the first `sequences`, at the start, on the way and at the end."""
 
     every_updates: Positive
     sequences: Positive
@@ -251,116 +250,3 @@ class Run(Section):
     def folder(self) -> Path:
         """The run folder, absolute."""
         return Path(self.output_dir or f"outputs/{self.name}").absolute()
-
-
-def load_run(path: str | Path, overrides: list[str] | None = None) -> Run:
-    """Read a run file, apply `section.key=value` overrides and validate.
-
-    Raises:
-        ValueError: one text with every fault: unreadable YAML, unknown keys (with the nearest known
-            one), wrong
-            types, values out of range, and settings that could take no effect.
-    """
-    tree = read_yaml(path)
-    if not isinstance(tree, dict):
-        raise ValueError(
-            f"{path} holds {type(tree).__name__}, expected sections such as model: and data:"
-        )
-    problems = [fault for item in overrides or [] if (fault := _override(tree, item))]
-    try:
-        run = Run.model_validate(tree)
-        problems += _across_sections(run)
-    except ValidationError as error:
-        problems += [_describe(fault) for fault in error.errors()]
-    if problems:
-        count = f"{len(problems)} problem{'s' if len(problems) > 1 else ''}"
-        raise ValueError(f"{count} in {path}:\n" + "\n".join(f"  {p}" for p in problems))
-    return run
-
-
-def read_yaml(path: str | Path) -> Any:
-    """A YAML file's values (ValueError if it can't be read or parsed)."""
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise ValueError(f"{path} can't be read: {error.strerror}; expected a YAML file") from error
-    return _parse(text, str(path))
-
-
-def _parse(text: str, where: str) -> Any:
-    # ruamel reads YAML 1.2: 1e-4 is a number, `no` is text, and a key given twice is an error.
-    try:
-        return YAML(typ="safe", pure=True).load(io.StringIO(text))
-    except YAMLError as error:
-        raise ValueError(f"{where} is not valid YAML: {' '.join(str(error).split())}") from error
-
-
-def _override(tree: dict[str, Any], item: str) -> str | None:
-    """Set one `section.key=value` in place; returns the fault, if any."""
-    key, equals, value = item.partition("=")
-    if not equals or not key:
-        return f"override {item!r}: expected section.key=value"
-    node: Any = tree
-    *sections, leaf = key.split(".")
-    for name in sections:
-        node = node.setdefault(name, {}) if isinstance(node, dict) else None
-        if not isinstance(node, dict):
-            return f"override {item!r}: {name} is not a section"
-    try:
-        node[leaf] = _parse(value, f"override {item!r}")
-    except ValueError as error:
-        return str(error)
-    return None
-
-
-def _describe(fault: Any) -> str:
-    """One pydantic fault as `section.key=value: what was expected`."""
-    place = [str(part) for part in fault["loc"]]
-    if fault["type"] == "extra_forbidden":
-        known = list(_section_at(fault["loc"][:-1]).model_fields)
-        near = difflib.get_close_matches(place[-1], known, n=1)
-        remedy = f"did you mean {near[0]}?" if near else f"known here: {', '.join(known)}"
-        return f"{'.'.join(place)}: unknown key; {remedy}"
-    if fault["type"] == "missing":
-        return f"{'.'.join(place)}: missing"
-    text = fault["msg"].removeprefix("Value error, ").replace("Input should be", "expected")
-    if fault["type"] == "value_error":
-        return f"{'.'.join(place)}: {text}"
-    return f"{'.'.join(place)}={fault['input']!r}: {text}"
-
-
-def _section_at(place: tuple[Any, ...]) -> type[BaseModel]:
-    section: type[BaseModel] = Run
-    for part in place:
-        kinds = [
-            section.model_fields[part].annotation,
-            *get_args(section.model_fields[part].annotation),
-        ]
-        section = next(k for k in kinds if isinstance(k, type) and issubclass(k, BaseModel))
-    return section
-
-
-def _across_sections(run: Run) -> list[str]:
-    """Faults that show only when two sections are read together."""
-    faults = []
-    if run.batch.global_sequences % run.batch.micro:
-        faults.append(
-            f"batch.global_sequences={run.batch.global_sequences} must be a multiple of batch.micro={run.batch.micro}"
-        )
-    if run.evaluate is not None and run.data.held_out is None:
-        faults.append("evaluate needs data.held_out: give held_out.split or held_out.share")
-    if run.evaluate is None and run.data.held_out is not None:
-        faults.append(
-            "data.held_out has no effect without an evaluate section; add one or remove it"
-        )
-    if run.schedule.updates is not None and run.schedule.warmup_updates > run.schedule.updates:
-        faults.append(
-            f"schedule.warmup_updates={run.schedule.warmup_updates} is more than schedule.updates="
-            f"{run.schedule.updates}; the learning rate would never reach optim.lr"
-        )
-    if run.data.document_mask and run.model.attention == "flash_attention_2":
-        faults.append(
-            "data.document_mask with model.attention=flash_attention_2 loses the mask at micro-batches above one; "
-            "use sdpa or flex_attention"
-        )
-    return faults
