@@ -1,4 +1,4 @@
-"""The hostfile: which machines, and how many GPUs each (`worker-0 slots=4`, one per line, # comments)."""
+"""The hostfile: which machines, and how many GPUs each (`worker-0 slots=4`, # comments)."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ def read_hostfile(path: str | Path) -> tuple[Host, ...]:
     """Parse the format that DeepSpeed and Open MPI share, strictly.
 
     Raises:
-        ValueError: all faults together, with line numbers. DeepSpeed itself reads `slots=4x` as 4 and trains on the
-            local node alone when the file is missing; both are errors here.
+        ValueError: all faults together, with line numbers. DeepSpeed itself reads `slots=4x` as 4
+            and trains on the local node alone when the file is missing; both are errors here.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
-    except OSError as error:
+        text = Path(path).read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.reason if isinstance(error, UnicodeDecodeError) else error.strerror
         raise ValueError(
-            f"hostfile {path} can't be read: {error.strerror}; expected lines like 'worker-0 slots=4'"
+            f"hostfile {path} can't be read: {reason}; expected lines like 'worker-0 slots=4'"
         ) from error
     hosts: dict[str, Host] = {}
     faults = []
@@ -42,7 +43,10 @@ def read_hostfile(path: str | Path) -> tuple[Host, ...]:
     if not hosts and not faults:
         faults.append("  no host in it; expected lines like 'worker-0 slots=4'")
     if faults:
-        raise ValueError(f"{len(faults)} faults in hostfile {path}:\n" + "\n".join(faults))
+        raise ValueError(
+            f"{len(faults)} fault{'s' if len(faults) > 1 else ''} in hostfile {path}:\n"
+            + "\n".join(faults)
+        )
     return tuple(hosts.values())
 
 

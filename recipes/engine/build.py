@@ -1,4 +1,4 @@
-"""From a strategy to prepared objects, and back: what the engine really uses is read and compared."""
+"""From a strategy to prepared objects, and back: what the engine uses is read and compared."""
 
 from __future__ import annotations
 
@@ -69,8 +69,8 @@ def start(strategy: Strategy, run: Run, plan: BatchPlan, *, cpu: bool) -> Accele
     if strategy.kind == "DDP":
         if strategy.precision == "fp16" and cpu:
             raise ValueError(
-                f"{strategy.title} on the CPU: Accelerate turns fp16 off without a word there; use bf16, or "
-                "rehearse fp16 with accelerate_configs/local_zero1_fp16.yaml"
+                f"{strategy.title} on the CPU: Accelerate turns fp16 off without a word "
+                "there; use bf16, or rehearse fp16 with accelerate_configs/local_zero1_fp16.yaml"
             )
         return _start_ddp(strategy, run, plan, cpu)
     # With it Accelerate would ignore DeepSpeed and wrap the model in plain DDP.
@@ -110,7 +110,7 @@ def _prepare_deepspeed_for_cpu(strategy: Strategy) -> None:
         # Refused without native half arithmetic; the emulated one is right, about ten times slower
         # than bf16.
         type(get_accelerator()).is_fp16_supported = lambda self: True
-        logger.warning(
+        logger.info(
             "fp16 on the CPU is emulated and slow: for rehearsing loss scaling on a tiny model only"
         )
 
@@ -205,7 +205,8 @@ def _synchronised(module: nn.Module, run: Run, world: int, device: torch.device)
         return module
     if device.type == "cpu":
         raise ValueError(
-            "the model has batch norm, which can't be synchronised on the CPU; set model.sync_batch_norm=false"
+            "the model has batch norm, which can't be synchronised on the CPU; "
+            "set model.sync_batch_norm=false"
         )
     return nn.SyncBatchNorm.convert_sync_batchnorm(module)
 
@@ -214,10 +215,15 @@ def _mend_stage0(engine: Engine) -> None:
     """Undo the update on zero gradients with which DeepSpeed's 16-bit wrapper creates Adam's state.
 
     It advances Adam's step counter, so that the first real update would be 0.735 of what it should
-    be. (The loss scale that stage 0 leaves out is applied in `update.backward`.)
+    be, and it decays the fp32 weights once. (The loss scale that stage 0 leaves out is applied in
+    `update.backward`.)
     """
-    for state in engine.inner_optimizer.optimizer.state.values():
-        state["step"].zero_()
+    inner = engine.inner_optimizer
+    for adam_state in inner.optimizer.state.values():
+        adam_state["step"].zero_()
+    for low, high in zip(inner.fp16_groups, inner.fp32_groups, strict=True):
+        for parameter, master in zip(low, high, strict=True):
+            master.data.copy_(parameter.data)
 
 
 def read_back(engine: Engine, run: Run) -> list[Row]:

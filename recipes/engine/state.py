@@ -1,4 +1,4 @@
-"""Training state by parameter name, the same under every strategy: master weights and Adam's moments.
+"""Training state by parameter name, alike under every strategy: master weights and moments.
 
 ZeRO-1 keeps slices of flat groups, stage 0 a list of fp32 copies, DDP the parameters themselves.
 Outside this module there are only names: `weight/NAME`, `exp_avg/NAME` and `exp_avg_sq/NAME` in
@@ -181,7 +181,7 @@ def _adam_state_of(engine: Engine, master: torch.Tensor) -> dict[str, Any]:
 
 
 def _persistent_buffers(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """Buffers that belong to the model's state (batch norm's statistics), not masks and the like."""
+    """Buffers that belong to the model's state (batch norm's), not masks and the like."""
     kept = set(module.state_dict(keep_vars=True))
     return [(name, buffer) for name, buffer in module.named_buffers() if name in kept]
 

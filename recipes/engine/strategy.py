@@ -1,4 +1,4 @@
-"""Which strategy and precision were asked for: read from the launcher's variables or from a file, before torch.
+"""Which strategy and precision were asked for, by the launcher's variables or by a file.
 
 The launchers say it in three ways: `accelerate launch` exports variables, and the script's own
 `--accelerate_config` and `--deepspeed_config` name the file under `torchrun` and `deepspeed`.
@@ -13,10 +13,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from recipes.config import Run, read_yaml
+from recipes.config import Run
 from recipes.objective import BatchPlan
+from recipes.runfile import read_yaml
 
 Precision = Literal["fp32", "fp16", "bf16"]
+# The run file's numbers, which a DeepSpeed JSON leaves to it.
+OWNED = (
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +68,7 @@ def read_strategy(
         if path == "none":
             raise ValueError(
                 "accelerate launch was given DeepSpeed without deepspeed_config_file; name one of "
-                "ds_configs/*.json in the YAML, so that bucket sizes and the loss scaler are written down"
+                "ds_configs/*.json in the YAML, so that buckets and loss scaler are written down"
             )
         found.append(_from_json(path, cpu=None, origin=f"accelerate launch with {path}"))
     elif "ACCELERATE_MIXED_PRECISION" in environ:
@@ -70,8 +78,9 @@ def read_strategy(
         )
     if not found:
         raise ValueError(
-            "no strategy is named; start with accelerate launch --config_file accelerate_configs/X.yaml, or add "
-            "--accelerate_config accelerate_configs/X.yaml or --deepspeed_config ds_configs/X.json"
+            "no strategy is named; start with accelerate launch --config_file "
+            "accelerate_configs/X.yaml, or add --accelerate_config accelerate_configs/X.yaml or "
+            "--deepspeed_config ds_configs/X.json"
         )
     for other in found[1:]:
         if (other.kind, other.precision, other.deepspeed) != (
@@ -80,8 +89,8 @@ def read_strategy(
             found[0].deepspeed,
         ):
             raise ValueError(
-                f"two strategies are named: {found[0].title} by {found[0].origin} and {other.title} by "
-                f"{other.origin}; name one"
+                f"two strategies are named: {found[0].title} by {found[0].origin} and "
+                f"{other.title} by {other.origin}; name one"
             )
     return found[0]
 
@@ -89,12 +98,19 @@ def read_strategy(
 def _from_accelerate_yaml(path: str) -> Strategy:
     tree = read_yaml(path)
     kind = tree.get("distributed_type") if isinstance(tree, dict) else None
-    cpu = bool(tree.get("use_cpu", False)) if isinstance(tree, dict) else None
+    cpu = tree.get("use_cpu", False) if isinstance(tree, dict) else False
+    if not isinstance(cpu, bool):
+        raise ValueError(f"use_cpu={cpu!r} in {path}: expected true or false")
+    if kind == "DEEPSPEED" and "mixed_precision" in tree:
+        raise ValueError(
+            f"mixed_precision in {path} has no effect beside a DeepSpeed JSON, which says fp16 or "
+            "bf16 itself; remove it"
+        )
     if kind == "DEEPSPEED":
         json_path = (tree.get("deepspeed_config") or {}).get("deepspeed_config_file")
         if not json_path:
             raise ValueError(
-                f"{path} needs deepspeed_config.deepspeed_config_file; name one of ds_configs/*.json"
+                f"{path} needs deepspeed_config.deepspeed_config_file, one of ds_configs/*.json"
             )
         return _from_json(json_path, cpu=cpu, origin=path)
     if kind in ("MULTI_GPU", "MULTI_CPU", "NO"):
@@ -121,16 +137,18 @@ def _from_json(path: str, *, cpu: bool | None, origin: str) -> Strategy:
         tree = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(
-            f"DeepSpeed config {path} can't be read: {error.strerror}; paths are relative to the working directory"
+            f"DeepSpeed config {path} can't be read: {error.strerror}; paths are relative to the "
+            "working directory"
         ) from error
     except json.JSONDecodeError as error:
         raise ValueError(f"DeepSpeed config {path} is not valid JSON: {error}") from error
     faults = json_faults(tree)
     if faults:
         raise ValueError(
-            f"{len(faults)} problems in {path}:\n" + "\n".join(f"  {fault}" for fault in faults)
+            f"{len(faults)} problem{'s' if len(faults) > 1 else ''} in {path}:\n"
+            + "\n".join(f"  {fault}" for fault in faults)
         )
-    on = [p for p in ("fp16", "bf16") if tree.get(p, {}).get("enabled", False)]
+    on = [p for p in ("fp16", "bf16") if _enabled(tree, p, [])]
     precision = _precision(on[0] if on else "no", path)
     return Strategy(kind="DEEPSPEED", precision=precision, cpu=cpu, origin=origin, deepspeed=tree)
 
@@ -143,7 +161,8 @@ def json_faults(tree: Any) -> list[str]:
     stage = zero.get("stage")
     if stage not in (0, 1):
         faults.append(
-            f"zero_optimization.stage={stage!r}: expected 1, or 0 (no sharding); no other stage is tested"
+            f"zero_optimization.stage={stage!r}: expected 1, or 0 (no sharding); no other stage is "
+            "tested"
         )
     for key in ("optimizer", "scheduler"):
         if key in tree:
@@ -151,17 +170,13 @@ def json_faults(tree: Any) -> list[str]:
     for key in ("offload_optimizer", "offload_param"):
         if zero.get(key):
             faults.append(f"zero_optimization.{key}: offloading is not supported; remove it")
-    on = {p: bool(tree.get(p, {}).get("enabled", False)) for p in ("fp16", "bf16")}
-    for name, enabled in ((p, tree.get(p, {}).get("enabled", False)) for p in on):
-        if not isinstance(enabled, bool):
-            faults.append(
-                f"{name}.enabled={enabled!r}: expected true or false; only the run file's numbers are auto"
-            )
+    on = {name: _enabled(tree, name, faults) for name in ("fp16", "bf16")}
     if on["fp16"] and on["bf16"]:
         faults.append("fp16 and bf16 are both enabled; enable one")
     if stage == 0 and not on["fp16"]:
         faults.append(
-            "stage 0 is the fp16 comparison arm only (in bf16 its gradients are scaled wrongly); use DDP"
+            "stage 0 is the fp16 comparison arm only (in bf16 its gradients are scaled wrongly); "
+            "use DDP"
         )
     if on["bf16"] and tree["bf16"].get("check_grad_overflow") is False:
         faults.append("bf16.check_grad_overflow=false would apply non-finite gradients; remove it")
@@ -169,10 +184,40 @@ def json_faults(tree: Any) -> list[str]:
         for key in ("reduce_bucket_size", "allgather_bucket_size"):
             if not isinstance(zero.get(key), int) or isinstance(zero.get(key), bool):
                 faults.append(
-                    f"zero_optimization.{key}={zero.get(key)!r}: write a number of elements, e.g. 100000000 "
-                    "(auto becomes hidden_size squared: hundreds of small reductions)"
+                    f"zero_optimization.{key}={zero.get(key)!r}: write a number of elements, e.g. "
+                    "100000000 (auto becomes hidden_size squared: hundreds of small reductions)"
                 )
+    known = {"zero_optimization.reduce_bucket_size", "zero_optimization.allgather_bucket_size"}
+    faults += [
+        f'{spot}="auto": only {", ".join(OWNED)} may be auto; write the value'
+        for spot in _autos(tree)
+        if spot not in known and not spot.endswith(".enabled")
+    ]
     return faults
+
+
+def _enabled(tree: dict[str, Any], name: str, faults: list[str]) -> bool:
+    section = tree.get(name, {})
+    if not isinstance(section, dict):
+        faults.append(f'{name}={section!r}: expected an object, {{"enabled": true}}')
+        return False
+    enabled = section.get("enabled", False)
+    if not isinstance(enabled, bool):
+        faults.append(f"{name}.enabled={enabled!r}: expected true or false")
+        return False
+    return enabled
+
+
+def _autos(tree: Any, place: str = "") -> list[str]:
+    """Where a JSON says "auto" about something that the run file does not own."""
+    if isinstance(tree, dict):
+        return [
+            spot
+            for key, value in tree.items()
+            if place or key not in OWNED
+            for spot in _autos(value, f"{place}.{key}" if place else key)
+        ]
+    return [place] if tree == "auto" else []
 
 
 def filled(strategy: Strategy, run: Run, plan: BatchPlan) -> dict[str, Any]:
@@ -183,12 +228,8 @@ def filled(strategy: Strategy, run: Run, plan: BatchPlan) -> dict[str, Any]:
     """
     assert strategy.deepspeed is not None
     tree = copy.deepcopy(strategy.deepspeed)
-    owned = {
-        "train_batch_size": plan.global_sequences,
-        "train_micro_batch_size_per_gpu": plan.micro,
-        "gradient_accumulation_steps": plan.accumulation,
-        "gradient_clipping": run.optim.clip,
-    }
+    numbers = (plan.global_sequences, plan.micro, plan.accumulation, run.optim.clip)
+    owned = dict(zip(OWNED, numbers, strict=True))
     faults = [
         f'{key}={tree[key]!r} in {strategy.origin}: the run file makes it {value}; write "auto"'
         for key, value in owned.items()

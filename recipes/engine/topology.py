@@ -33,6 +33,7 @@ class Row:
 
     @property
     def agrees(self) -> bool:
+        """Whether what was found is what was expected."""
         return self.found == self.expected
 
 
@@ -51,8 +52,9 @@ def read_launch(environ: Mapping[str, str], local_rank: int | None) -> Launch:
     ]
     if missing:
         raise ValueError(
-            f"{', '.join(missing)} not set: start with accelerate launch, torchrun or deepspeed (accelerate launch "
-            "starts a single process without them for MULTI_CPU or num_processes 1; torchrun does not)"
+            f"{', '.join(missing)} not set: start with accelerate launch, torchrun or deepspeed "
+            "(accelerate launch starts a single process without them for MULTI_CPU or "
+            "num_processes 1; torchrun does not)"
         )
     launch = Launch(
         rank=int(environ["RANK"]),
@@ -145,8 +147,10 @@ def check_device(strategy_cpu: bool | None, environ: Mapping[str, str], cuda: bo
             )
         ],
         [
-            "the driver or a CPU-only torch; nvidia-smi and python -c 'import torch; print(torch.version.cuda)' tell",
-            "this is meant to run on the CPU: use accelerate_configs/local_*.yaml, or set DS_ACCELERATOR=cpu",
+            "the driver or a CPU-only torch; nvidia-smi and "
+            "python -c 'import torch; print(torch.version.cuda)' tell",
+            "this is meant to run on the CPU: use accelerate_configs/local_*.yaml, or set "
+            "DS_ACCELERATOR=cpu",
         ],
     )
     return False
@@ -197,7 +201,13 @@ def check_world(
         "ACCELERATE_* variables of another job are set in this shell",
     ]
     refuse(rows, reasons)
-    names: list[Any] = [None] * launch.world
+    return _ranks_per_host(launch.world, hosts)
+
+
+def _ranks_per_host(world: int, hosts: tuple[Host, ...] | None) -> dict[str, int]:
+    import torch.distributed as dist
+
+    names: list[Any] = [None] * world
     dist.all_gather_object(names, socket.gethostname())
     ranks = dict(Counter(names))
     if hosts is not None:
@@ -206,18 +216,16 @@ def check_world(
             found=" ".join(map(str, ranks.values())),
             expected=" ".join(str(host.slots) for host in hosts),
         )
-        refuse(
-            [layout],
-            [
-                "the launcher started all processes on one machine",
-                "hosts are in another order than in the hostfile",
-            ],
-        )
+        reasons = [
+            "the launcher started all processes on one machine",
+            "hosts are in another order than in the hostfile",
+        ]
+        refuse([layout], reasons)
     return ranks
 
 
 class Peers:
-    """The ranks as a group that exchanges small Python objects over the host network, never over the GPU."""
+    """The ranks as a group that exchanges small objects over the host network, not the GPU's."""
 
     def __init__(self, rank: int, world: int) -> None:
         import torch.distributed as dist
@@ -262,9 +270,10 @@ class Peers:
         except (ValueError, RuntimeError, OSError) as caught:
             value, fault = None, caught
         told = self.gather(None if fault is None else (str(fault), exit_code(fault)))
-        if fault is not None:
-            raise fault
         for rank, other in enumerate(told):
-            if other is not None:
-                raise PeerError(f"rank {rank}: {other[0]}", other[1])
+            if other is None:
+                continue
+            if fault is not None and rank == self.rank:
+                raise fault
+            raise PeerError(f"rank {rank}: {other[0]}", other[1])  # the first one tells it
         return value  # type: ignore[return-value]

@@ -1,11 +1,10 @@
-"""One update: micro-batches with their gradient synchronisation, the step, and whether it was applied."""
+"""One update: micro-batches with their gradient synchronisation, the step, its outcome."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,7 +32,7 @@ class Agreement:
 
 
 class Announcement:
-    """The window's counts and the wish to stop, summed over ranks while the window is being copied."""
+    """The window's counts and the wish to stop, summed over ranks while it is being copied."""
 
     def __init__(
         self, engine: Engine, *, tokens: int, samples: int, digest: int, stop: bool
@@ -72,7 +71,7 @@ def backward(engine: Engine, loss: torch.Tensor) -> None:
 
 
 def finish_update(engine: Engine) -> UpdateResult:
-    """Clip and apply (DDP), or learn what the engine applied (DeepSpeed). Waits for the GPU, once per update."""
+    """Clip and apply (DDP), or learn what was applied (DeepSpeed); waits for the GPU, once."""
     assert engine.accelerator.sync_gradients, "the window is not complete"
     if engine.strategy.kind == "DDP":
         return _finish_ddp(engine)
@@ -114,7 +113,7 @@ def _finish_ddp(engine: Engine) -> UpdateResult:
 
 
 def sum_over_ranks(engine: Engine, values: list[torch.Tensor]) -> list[float]:
-    """Sums over all ranks of scalars that lie on the device: one reduction and one wait for them all."""
+    """Sums over all ranks of scalars on the device: one reduction and one wait for them all."""
     if not values:
         return []
     stacked = torch.stack([v.to(torch.float64) for v in values])
@@ -149,8 +148,3 @@ def set_rng_state(engine: Engine, states: dict[str, torch.Tensor]) -> None:
 def seed_rng(seed: int) -> None:
     """Seed what this rank's dropout draws from, on the host and the GPU."""
     torch.manual_seed(seed)
-
-
-def unwrapped(engine: Engine) -> Any:
-    """The wrapped module itself, for generation and diagnosis on one rank without communication."""
-    return engine.module
