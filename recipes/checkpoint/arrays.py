@@ -42,7 +42,10 @@ def write_rng(folder: Path, rank: int, states: dict[str, torch.Tensor]) -> Path:
 
 
 def _saved(arrays: dict[str, torch.Tensor], path: Path) -> Path:
-    save_file(arrays, str(path))
+    try:
+        save_file(arrays, str(path))
+    except SafetensorError as error:
+        raise OSError(f"{path.name} can't be written: {error}") from error
     path.chmod(
         0o644
     )  # safetensors leaves its temporary file's 0600, unreadable for one's colleagues
@@ -85,7 +88,7 @@ class ArrayReader:
         """
         if name not in self._home:
             raise ValueError(
-                f"checkpoint {self._folder} has no array {name!r}: it holds another model; restore the "
-                "run file's model section or start with --fresh"
+                f"checkpoint {self._folder} has no array {name!r}: it holds another model; "
+                "restore the run file's model section or start with --fresh"
             )
         return self._home[name].get_tensor(name)

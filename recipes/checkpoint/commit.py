@@ -1,4 +1,4 @@
-"""Commit a checkpoint: written beside, flushed to the disk, listed in a manifest, renamed, pointed at.
+"""Commit a checkpoint: written beside, flushed, listed in a manifest, renamed, pointed at.
 
     checkpoints/
       LATEST                      the newest committed folder's name
@@ -6,7 +6,7 @@
         manifest.json             every file's size and SHA-256
         ...
 
-A crash at any instant leaves the old checkpoint or the new one whole, and the pointer on a whole one.
+A crash at any instant leaves the old checkpoint or the new one whole.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def commit(
 def _written(
     write: Callable[[Path], list[Path]], folder: Path
 ) -> tuple[dict[str, dict[str, Any]], str | None]:
-    """Write, flush and describe this rank's files; a fault is told, so that the peers don't wait."""
+    """Write, flush and describe this rank's files; a fault is told, so that no peer waits."""
     try:
         mine = write(folder)
         for path in mine:
@@ -112,10 +112,12 @@ def _publish(
         manifest = {"version": VERSION, **facts, "files": dict(sorted(listed.items()))}
         write_json(beside / MANIFEST, manifest)
         _flush(beside)
-        if target.exists():  # the same step, saved again after a resume
-            shutil.rmtree(target)
+        replaced = root / f".{target.name}.replaced"
+        if target.exists():  # the same step, saved again: the old one stays until the new one is in
+            target.rename(replaced)
         beside.rename(target)
         _flush(root)
+        shutil.rmtree(replaced, ignore_errors=True)
         write_json(root / f".{POINTER}", target.name)
         (root / f".{POINTER}").rename(root / POINTER)
         _flush(root)
@@ -160,13 +162,13 @@ def committed(root: Path) -> list[Path]:
 
 
 def faults_of(folder: Path) -> list[str]:
-    """What is missing from a committed folder or differs from its manifest; empty if it is whole."""
+    """What a committed folder lacks or holds otherwise than its manifest; empty if whole."""
     try:
-        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        files = _listed(json.loads((folder / MANIFEST).read_text(encoding="utf-8")))
     except (OSError, ValueError) as error:
         return [f"{MANIFEST}: {error}"]
     faults = []
-    for name, expected in manifest["files"].items():
+    for name, expected in files.items():
         path = folder / name
         if not path.is_file():
             faults.append(f"{name} is missing")
@@ -177,8 +179,30 @@ def faults_of(folder: Path) -> list[str]:
     return faults
 
 
+def _listed(manifest: Any) -> dict[str, dict[str, Any]]:
+    """The files of a manifest (ValueError if it is none)."""
+    files = manifest.get("files") if isinstance(manifest, dict) else None
+    if not isinstance(files, dict) or not files:
+        raise ValueError("it lists no files")
+    for name, record in files.items():
+        if not isinstance(record, dict) or not {"bytes", "sha256"} <= record.keys():
+            raise ValueError(f"its record of {name} is damaged")
+    return files
+
+
+def _recover(root: Path) -> None:
+    """Undo a replacement that a crash interrupted between its two renames."""
+    for old in root.glob(".step-*.replaced"):
+        target = root / old.name.removeprefix(".").removesuffix(".replaced")
+        if target.exists():
+            shutil.rmtree(old)
+        else:
+            old.rename(target)
+
+
 def newest_whole(root: Path) -> Path | None:
-    """The newest checkpoint that is whole, walking back over broken ones; None if there is none."""
+    """The newest whole checkpoint, going back over broken ones; None if there is none. One rank."""
+    _recover(root)
     for folder in committed(root):
         faults = faults_of(folder)
         if not faults:
