@@ -1,4 +1,4 @@
-"""A run put together: what the loop works with, built once and in order, every check before the GPUs work."""
+"""A run put together in order: what the loop works with, every check before the GPUs work."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import logging
 import math
 import os
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,11 +18,12 @@ from recipes.config import Run
 from recipes.data.feed import Corpus, Feed, HeldOut, Window, look
 from recipes.engine import topology, update
 from recipes.engine.build import Engine, prepare, start
-from recipes.engine.strategy import read_strategy
+from recipes.engine.strategy import Strategy, read_strategy
 from recipes.meter import Meter
-from recipes.model import build_network, count_parameters, flops_per_token, wrap
+from recipes.model import SummedLoss, build_network, count_parameters, flops_per_token, wrap
 from recipes.outcome import Outcome
 from recipes.resume import restore_newest
+from recipes.telling import already_finished, banner, record_start
 
 logger = logging.getLogger(__name__)
 
@@ -100,6 +101,7 @@ class Job:
                 tokens_per_s, self.flops_per_token, self.plan.world, self.peak_flops
             ),
             "peak_memory_bytes": update.peak_memory_bytes(self.engine),
+            "time": time.time(),
         }
 
 
@@ -117,6 +119,7 @@ def build(run: Run, args: argparse.Namespace, outcome: Outcome) -> Job | None:
     cpu = topology.check_device(strategy.cpu, os.environ, torch.cuda.is_available())
     worlds = objective.legal_worlds(run.batch, lanes=run.data.lanes, workers=run.data.workers)
     plan = objective.plan_batch(run.batch, launch.world, worlds)
+    _check_evaluation(run, plan)
     accelerator = start(strategy, run, plan, cpu=cpu)
     ranks_per_host = topology.check_world(accelerator, launch, strategy.kind, hosts)
     peers = topology.Peers(launch.rank, launch.world)
@@ -125,11 +128,10 @@ def build(run: Run, args: argparse.Namespace, outcome: Outcome) -> Job | None:
     recorded = peers.from_first(lambda: _open_folder(run, args.fresh))
     if recorded.get("finished"):
         if launch.rank == 0:
-            logger.info("%s", _already_finished(run, recorded["finished"]))
+            logger.info("%s", already_finished(run, recorded["finished"]))
         return None
-    corpus = _open_corpus(run, peers, launch.local_rank, recorded.get("revision"))
-    network = build_network(run.model, run.seed, run.batch.seq_len, corpus.encoder.vocab_size)
-    module = wrap(network, run.model.loss, low_precision=strategy.precision != "fp32")
+    corpus = _open_corpus(run, peers, launch.local_rank, recorded)
+    module = peers.together(lambda: _build_module(run, corpus, strategy))
     if run.model.compile:
         module.compile()
     engine = prepare(accelerator, module, strategy, run, plan, peers)
@@ -140,29 +142,52 @@ def build(run: Run, args: argparse.Namespace, outcome: Outcome) -> Job | None:
         progress = Progress(**state.progress)
     else:
         update.seed_rng(run.seed * 1_000_003 + 1 + launch.rank)  # dropout differs by rank
+    held_out = (
+        peers.together(lambda: HeldOut.open(corpus, plan, launch.rank)) if run.evaluate else None
+    )
     job = Job(
         run=run,
         engine=engine,
         corpus=corpus,
         feed=Feed(corpus, plan, launch.rank, state.data if state else None),
-        held_out=HeldOut.open(corpus, plan, launch.rank) if run.evaluate else None,
+        held_out=held_out,
         length=length,
         progress=progress,
         meter=_meter(run, engine, length, progress, first=launch.rank == 0),
-        flops_per_token=flops_per_token(network, run.batch.seq_len),
+        flops_per_token=flops_per_token(module.network, run.batch.seq_len),
         peak_flops=_peak_flops(engine),
     )
     if launch.rank == 0:
-        _record_start(job, recorded, ranks_per_host)
-        logger.info("%s", _banner(job, worlds, count_parameters(network)))
+        record_start(job, recorded, ranks_per_host)
+        logger.info("%s", banner(job, worlds, count_parameters(module)))
     outcome.write("training")
     return job
 
 
-def _open_corpus(run: Run, peers: topology.Peers, local_rank: int, revision: str | None) -> Corpus:
-    """Rank 0 looks at the data; the others open what it found, with the tokenizer on every machine."""
-    found = peers.from_first(lambda: look(run, revision, run.folder.parent / "cache"))
-    path = run.folder / "tokenizer.json"
+def _check_evaluation(run: Run, plan: objective.BatchPlan) -> None:
+    """Every rank evaluates as many whole micro-batches as the others (ValueError if it can't)."""
+    step = plan.world * plan.micro
+    count = run.evaluate.sequences if run.evaluate else step
+    if count % step:
+        lower, upper = count // step * step, -(-count // step) * step
+        raise ValueError(
+            f"evaluate.sequences={count} must be a multiple of ranks x micro = {plan.world} x "
+            f"{plan.micro}; nearest: {f'{lower} or ' if lower else ''}{upper}"
+        )
+
+
+def _build_module(run: Run, corpus: Corpus, strategy: Strategy) -> SummedLoss:
+    network = build_network(run.model, run.seed, run.batch.seq_len, corpus.encoder.vocab_size)
+    return wrap(network, run.model.loss, low_precision=strategy.precision != "fp32")
+
+
+def _open_corpus(
+    run: Run, peers: topology.Peers, local_rank: int, recorded: dict[str, Any]
+) -> Corpus:
+    """Rank 0 looks at the data; all open what it found, with the tokenizer on every machine."""
+    path, cache = run.folder / "tokenizer.json", run.folder.parent / "cache"
+    known = path if recorded and path.is_file() else None
+    found = peers.from_first(lambda: look(run, recorded.get("revision"), cache, known))
     if local_rank == 0:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(found["tokenizer"], encoding="utf-8")
@@ -184,13 +209,6 @@ def _open_folder(run: Run, fresh: bool) -> dict[str, Any]:
     for change in runfolder.check_same(recorded, run):
         logger.info("changed since the last start: %s", change)
     return recorded | {"finished": runfolder.read_summary(run.folder)}
-
-
-def _already_finished(run: Run, summary: dict[str, Any]) -> str:
-    text = f"{run.name} is finished: {summary['updates']} updates"
-    if summary.get("held_out_perplexity"):
-        text += f", held-out perplexity {summary['held_out_perplexity']:,.1f}"
-    return f"{text}\n{runfolder.where_everything_is(run.folder)}"
 
 
 def _length(
@@ -246,107 +264,6 @@ def _peak_flops(engine: Engine) -> float | None:
     if engine.device.type != "cuda":
         return None
     return metrics.peak_flops(torch.cuda.get_device_name(engine.device))
-
-
-def _record_start(job: Job, recorded: dict[str, Any], ranks_per_host: dict[str, int]) -> None:
-    strategy = job.engine.strategy
-    here = runfolder.provenance() | {
-        "world": job.plan.world,
-        "hosts": ranks_per_host,
-        "strategy": strategy.title,
-        "distributed_type": job.engine.accelerator.distributed_type.value,
-        "deepspeed": strategy.deepspeed,
-        "device": str(job.engine.device.type),
-        "accumulation": job.plan.accumulation,
-        "from_update": job.progress.applied,
-    }
-    runfolder.write_record(
-        job.run.folder,
-        "run.json",
-        here
-        | {
-            "name": job.run.name,
-            "folder": str(job.run.folder),
-            "config": job.run.model_dump(mode="json"),
-            "length": asdict(job.length),
-            "revision": job.corpus.scan.revision,
-            "data": job.corpus.describe(),
-            "earlier_starts": [
-                *recorded.get("earlier_starts", []),
-                *([{k: recorded[k] for k in here if k in recorded}] if recorded else []),
-            ],
-        },
-    )
-
-
-def _banner(job: Job, worlds: list[int], parameters: int) -> str:
-    plan, length, strategy = job.plan, job.length, job.engine.strategy
-    device = job.engine.device.type
-    measured = ""
-    if length.tokens_per_sample is not None:
-        how = "measured" if length.measured else "stated"
-        measured = f", {length.tokens_per_sample:,.0f} tokens a sample ({how})"
-    lines = [
-        f"{job.run.name}: {parameters:,} parameters, {strategy.title}, {plan.world} ranks on {device}",
-        f"batch    {plan.global_sequences} sequences = {plan.global_tokens:,} tokens an update: "
-        f"{plan.world} ranks x {plan.accumulation} accumulated x {plan.micro} micro; "
-        f"legal ranks {' '.join(map(str, worlds))}",
-        f"length   {length.updates:,} updates = {length.updates * plan.global_tokens:,} tokens"
-        f"{measured}",
-        f"data     {job.corpus.describe()}",
-    ]
-    if job.progress.windows:
-        lines.append(f"resumed  at update {job.progress.applied:,}")
-    return "\n".join(lines)
-
-
-def summary(job: Job) -> dict[str, Any]:
-    """The result of a finished run, from what was recorded."""
-    records = metrics.read_json_lines(job.run.folder / "metrics.jsonl")
-    held_out = metrics.read_json_lines(job.run.folder / "evaluations.jsonl")
-    result: dict[str, Any] = {
-        "name": job.run.name,
-        "updates": job.progress.applied,
-        "skipped_updates": job.progress.skipped,
-        "tokens": job.progress.tokens,
-        "samples": job.progress.samples,
-        "loss": records[-1]["loss"],
-        "tokens_per_s": metrics.per_second(
-            sum(r["tokens"] for r in records), sum(r["step_ms"] for r in records)
-        ),
-    }
-    if job.length.tokens_per_sample is not None and job.progress.samples:
-        result["tokens_per_sample"] = job.progress.tokens / job.progress.samples
-        result["tokens_per_sample_planned"] = job.length.tokens_per_sample
-    if held_out:
-        result |= {
-            "held_out_loss": held_out[-1]["held_out_loss"],
-            "held_out_perplexity": held_out[-1]["held_out_perplexity"],
-            "held_out_perplexity_at_start": held_out[0]["held_out_perplexity"],
-        }
-    return result
-
-
-def continuation(job: Job) -> str:
-    """What the trained model writes after the run file's prompt; on one rank, no communication."""
-    asked, encoder, network = job.run.sample, job.corpus.encoder, job.engine.module.network
-    assert asked is not None
-    ids = torch.tensor([encoder.encode_prompt(asked.prompt)], device=job.engine.device)
-    network.eval()
-    with torch.random.fork_rng(), torch.no_grad(), job.engine.accelerator.autocast():
-        torch.manual_seed(job.run.seed)
-        out = network.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=asked.tokens,
-            do_sample=True,
-            temperature=asked.temperature,
-            top_k=asked.top_k,
-            pad_token_id=encoder.eot,
-            eos_token_id=encoder.eot,
-            use_cache=True,
-        )
-    return encoder.decode(out[0].tolist())
 
 
 def close(job: Job) -> None:

@@ -42,6 +42,7 @@ class Record:
     samples_per_s: float
     mfu: float | None  # None on hardware without an entry in PEAK_FLOPS
     peak_memory_bytes: int
+    time: float  # at the update's end, seconds since 1970
 
 
 def per_second(count: float, milliseconds: float) -> float:
@@ -109,7 +110,7 @@ def console_line(record: Record, total: int, eta: float) -> str:
 
 
 class JsonLines:
-    """An append-only file of JSON objects with a `step`, which a resume cuts back to its checkpoint."""
+    """A growing file of JSON objects with a `step`, which a resume cuts back to its checkpoint."""
 
     def __init__(self, path: Path, last_step: int) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)

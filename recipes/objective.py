@@ -1,4 +1,4 @@
-"""What is optimised, for how long and how fast: loss scaling, length and learning rate, in plain numbers."""
+"""What is optimised, how long and how fast: loss scaling, length, rate, in plain numbers."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def plan_batch(batch: Batch, world: int, legal: list[int]) -> BatchPlan:
 
 
 def gradient_factor(*, accumulation: int, world: int, tokens: int) -> float:
-    """What a micro-batch's summed loss is multiplied by, so that the applied gradient is the token mean.
+    """What a summed loss is multiplied by, so that the applied gradient is the token mean.
 
     Both engines divide by the accumulation in backward and average over the ranks; undoing both and
     dividing by the window's global token count gives every token the same weight, whatever rank or
@@ -71,7 +71,7 @@ def scaled_loss(loss_sum: Any, factor: float) -> Any:
 
 
 def learning_rate(applied: int, *, peak: float, total: int, schedule: Schedule) -> float:
-    """The learning rate of the update after `applied` applied ones: linear warm-up, then the schedule's shape.
+    """The rate of the update after `applied` applied ones: linear warm-up, then the shape.
 
     A pure function of applied updates: skipped updates, ranks and resumes cannot move it.
     """

@@ -1,7 +1,7 @@
 """How a rank ends: exit codes, the status file of each rank, and the wish to stop.
 
 with Outcome(rank=3) as outcome:
-    ...                       # ValueError -> 2, TopologyError -> 3, NumbersError -> 4, Stopped -> 75
+    ...  # ValueError -> 2, TopologyError -> 3, NumbersError -> 4, Stopped -> 75
 return outcome.code
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import signal
 import socket
 import sys
@@ -76,7 +77,8 @@ class Outcome:
             return
         path = self.folder / "status" / f"rank-{self.rank}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
-        record = {"rank": self.rank, "host": socket.gethostname(), "state": state}
+        record: dict[str, object] = {"rank": self.rank, "host": socket.gethostname()}
+        record |= {"pid": os.getpid(), "state": state}
         record |= {"exit_code": code, "reason": reason, "time": time.time()}
         path.write_text(json.dumps(record) + "\n", encoding="utf-8")
 

@@ -23,8 +23,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # when launched by path
 
 from recipes import objective, runfolder
-from recipes.config import Run, load_run
+from recipes.config import Run
 from recipes.outcome import NumbersError, Outcome, Stopped, StopWish
+from recipes.runfile import load_run
 
 logger = logging.getLogger("recipes.pretrain")
 
@@ -116,8 +117,11 @@ def train(job: Any, stop: StopWish) -> None:
 
 def after_update(job: Any, applied: bool, stop: bool) -> None:
     """What is due now and then: a logged line, an evaluation, a checkpoint, the end on request."""
+    from recipes.model import check_compiled
     from recipes.resume import save
 
+    if job.run.model.compile and job.progress.windows == 1:
+        check_compiled()
     run, step = job.run, job.progress.applied
     last = step == job.length.updates
     if applied and (step % run.log.every_updates == 0 or last):
@@ -160,13 +164,16 @@ def give_up(job: Any, window: Any) -> None:
     Raises:
         NumbersError: always.
     """
-    from recipes.engine import update
-    from recipes.model import first_non_finite
+    from recipes.diagnosis import first_non_finite
     from recipes.resume import last_checkpoint
 
     engine, progress = job.engine, job.progress
     batches = list(window.batches(engine.device))
-    culprit = first_non_finite(update.unwrapped(engine), batches, engine.accelerator.autocast)
+    factor = objective.gradient_factor(accumulation=1, world=1, tokens=window.tokens) * (
+        progress.scales[-1] if progress.scales else 1.0
+    )
+    with engine.accelerator.autocast():
+        culprit = first_non_finite(engine.module, batches, factor)
     report = {
         "window": progress.windows - 1,
         "update": progress.applied,
@@ -188,7 +195,8 @@ def give_up(job: Any, window: Any) -> None:
 
 def finish(job: Any) -> None:
     """Write the summary, show a continuation and say where everything lies."""
-    from recipes.job import close, continuation, summary
+    from recipes.job import close
+    from recipes.telling import continuation, summary
 
     first = job.engine.peers.rank == 0
     if first:

@@ -23,7 +23,7 @@ STATE, VERSION = "state.json", 1
 
 
 def save(job: Job) -> None:
-    """Commit a checkpoint at the current update, then delete the oldest; every rank must call it."""
+    """Commit a checkpoint at the current update, delete the oldest; all ranks must call it."""
     engine, folder = job.engine, job.run.folder
     peers, world = engine.peers, engine.plan.world
     job.meter.flush()  # so that the records of every saved update are on the disk

@@ -114,19 +114,24 @@ def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return out
 
 
+def _commit() -> str | None:
+    """The commit of this checkout; None without git or without a commit."""
+    words = ["git", "rev-parse", "--verify", "HEAD"]
+    try:
+        found = subprocess.run(
+            words, cwd=Path(__file__).parent, capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return found.stdout.strip()
+
+
 def provenance() -> dict[str, Any]:
     """Versions, commit and command of this start."""
-    commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
     return {
         "versions": {name: importlib.metadata.version(name) for name in PACKAGES},
         "python": sys.version.split()[0],
-        "commit": commit.stdout.strip() or None,
+        "commit": _commit(),
         "command": sys.argv,
         "started": time.time(),
     }
