@@ -131,7 +131,7 @@ def build(run: Run, args: argparse.Namespace, outcome: Outcome) -> Job | None:
             logger.info("%s", already_finished(run, recorded["finished"]))
         return None
     corpus = _open_corpus(run, peers, launch.local_rank, recorded)
-    module = peers.together(lambda: _build_module(run, corpus, strategy))
+    module = peers.together(lambda: _build_module(run, corpus, strategy, cpu))
     if run.model.compile:
         module.compile()
     engine = prepare(accelerator, module, strategy, run, plan, peers)
@@ -176,9 +176,10 @@ def _check_evaluation(run: Run, plan: objective.BatchPlan) -> None:
         )
 
 
-def _build_module(run: Run, corpus: Corpus, strategy: Strategy) -> SummedLoss:
+def _build_module(run: Run, corpus: Corpus, strategy: Strategy, cpu: bool) -> SummedLoss:
     network = build_network(run.model, run.seed, run.batch.seq_len, corpus.encoder.vocab_size)
-    return wrap(network, run.model.loss, low_precision=strategy.precision != "fp32")
+    on_gpu_in_16_bit = not cpu and strategy.precision != "fp32"
+    return wrap(network, run.model.loss, prefer_chunked=on_gpu_in_16_bit)
 
 
 def _open_corpus(
@@ -267,8 +268,7 @@ def _peak_flops(engine: Engine) -> float | None:
 
 
 def close(job: Job) -> None:
-    """End readers, trackers and the process group, in this order, on every rank."""
-    job.meter.close()
+    """End readers and trackers, on every rank."""
     job.feed.close()
     if job.run.log.trackers:
         job.engine.accelerator.end_training()

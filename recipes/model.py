@@ -202,21 +202,23 @@ def shape_faults(config: Any, seq_len: int, vocab_size: int) -> list[str]:
     return faults
 
 
-def wrap(network: PreTrainedModel, loss: str, low_precision: bool) -> SummedLoss:
+def wrap(network: PreTrainedModel, loss: str, prefer_chunked: bool) -> SummedLoss:
     """Choose how the loss is computed and wrap the network.
 
-    `auto` takes the chunked loss in 16 bit, where it saves time and the logits' memory, if this
-    torch has it and the model's head is a plain matrix.
+    Args:
+        loss: `auto` follows `prefer_chunked` if this torch and the model's head allow it.
+        prefer_chunked: the chunked loss never holds all logits, 14 bytes per token and vocabulary
+            entry at the peak in 16 bit. On CPUs it is slower (benchmarks/README.md).
 
     Raises:
         ValueError: `chunked` was asked for and can't take effect.
     """
-    if loss == "full":
+    if loss == "full" or (loss == "auto" and not prefer_chunked):
         return SummedLoss(network, chunked=False)
     obstacle = chunked_obstacle(network)
     if loss == "chunked" and obstacle:
         raise ValueError(f"model.loss=chunked can't take effect: {obstacle}; use full or auto")
-    return SummedLoss(network, chunked=obstacle is None and (loss == "chunked" or low_precision))
+    return SummedLoss(network, chunked=obstacle is None)
 
 
 def chunked_obstacle(network: PreTrainedModel) -> str | None:

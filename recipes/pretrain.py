@@ -196,16 +196,19 @@ def give_up(job: Any, window: Any) -> None:
 def finish(job: Any) -> None:
     """Write the summary, show a continuation and say where everything lies."""
     from recipes.job import close
-    from recipes.telling import continuation, summary
+    from recipes.telling import continuation, result, summary
 
-    first = job.engine.peers.rank == 0
+    first, folder = job.engine.peers.rank == 0, job.run.folder
+    job.meter.close()
     if first:
-        runfolder.write_record(job.run.folder, "summary.json", summary(job))
+        values = summary(job)
+        runfolder.write_record(folder, "summary.json", values)
+        logger.info("\n%s", result(values))
         if job.run.sample is not None:
-            logger.info("\n%s\n", continuation(job))
+            logger.info("sample   %s\n", continuation(job))
     close(job)
     if first:
-        logger.info("%s", runfolder.where_everything_is(job.run.folder))
+        logger.info("%s", runfolder.where_everything_is(folder))
 
 
 if __name__ == "__main__":

@@ -64,6 +64,24 @@ def summary(job: Job) -> dict[str, Any]:
     return result
 
 
+def result(values: dict[str, Any]) -> str:
+    """The end of a run in a few lines, from its `summary`."""
+    lines = [
+        f"done     {values['updates']:,} updates, {values['tokens']:,} tokens, "
+        f"{values['skipped_updates']} skipped; {values['tokens_per_s']:,.0f} tokens/s"
+    ]
+    if "held_out_perplexity" in values:
+        before, after = values["held_out_perplexity_at_start"], values["held_out_perplexity"]
+        lines.append(f"held out perplexity {before:,.1f} at the start, {after:,.1f} at the end")
+    if "tokens_per_sample" in values:
+        planned, seen = values["tokens_per_sample_planned"], values["tokens_per_sample"]
+        lines.append(
+            f"length   planned with {planned:,.1f} tokens a sample, {seen:,.1f} seen "
+            f"({seen / planned - 1:+.1%}); the schedule did not move"
+        )
+    return "\n".join(lines)
+
+
 def continuation(job: Job) -> str:
     """What the trained model writes after the run file's prompt; on one rank, no communication."""
     asked, encoder, network = job.run.sample, job.corpus.encoder, job.engine.module.network

@@ -122,7 +122,7 @@ def test_the_summed_loss_is_transformers_mean_times_the_count(
         pytest.skip("torch below 2.13 has no such operator")
     network = build(config)
     data = batch()
-    total, count = wrap(network, loss, low_precision=loss == "auto")(**data)
+    total, count = wrap(network, loss, prefer_chunked=loss == "auto")(**data)
     assert count.item() == 3 * 16 - 6
     theirs = network(**data, shift_labels=data["labels"]).loss
     assert total.item() == pytest.approx(theirs.item() * count.item(), rel=1e-5)
@@ -130,7 +130,7 @@ def test_the_summed_loss_is_transformers_mean_times_the_count(
 
 
 def test_masked_labels_count_for_nothing_and_an_empty_window_is_zero() -> None:
-    module = wrap(build(GPT2), "full", low_precision=False)
+    module = wrap(build(GPT2), "full", prefer_chunked=False)
     data = batch()
     whole, count = module(**data)
     per_row = [module(data["input_ids"][i : i + 1], data["labels"][i : i + 1]) for i in range(3)]
@@ -193,8 +193,8 @@ def test_logits_that_are_capped_are_found_and_the_chunked_loss_refused() -> None
     network = build(capped, attention="eager")
     assert "gemma2 does more to its logits" in (chunked_obstacle(network) or "")
     with pytest.raises(ValueError, match="model.loss=chunked can't take effect: gemma2 does more"):
-        wrap(network, "chunked", low_precision=True)
-    assert wrap(network, "auto", low_precision=True).chunked is False
+        wrap(network, "chunked", prefer_chunked=True)
+    assert wrap(network, "auto", prefer_chunked=True).chunked is False
 
 
 @needs_chunked
@@ -204,12 +204,12 @@ def test_logits_that_are_capped_are_found_with_the_weights_of_a_fresh_start() ->
 
 
 @needs_chunked
-def test_the_loss_is_chosen_by_precision_unless_it_is_named() -> None:
+def test_the_loss_is_chosen_by_preference_unless_it_is_named() -> None:
     network = build(GPT2).train()
-    assert wrap(network, "auto", low_precision=True).chunked is True
-    assert wrap(network, "auto", low_precision=False).chunked is False
-    assert wrap(network, "full", low_precision=True).chunked is False
-    assert wrap(network, "chunked", low_precision=False).chunked is True
+    assert wrap(network, "auto", prefer_chunked=True).chunked is True
+    assert wrap(network, "auto", prefer_chunked=False).chunked is False
+    assert wrap(network, "full", prefer_chunked=True).chunked is False
+    assert wrap(network, "chunked", prefer_chunked=False).chunked is True
     assert network.training  # the look at eight tokens left no trace
 
 
