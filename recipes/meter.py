@@ -46,8 +46,7 @@ class Meter:
         if folder is not None:
             for name in ("metrics", "evaluations"):
                 self._files[name] = JsonLines(folder / f"{name}.jsonl", last_step=done)
-            if sys.stderr.isatty():
-                self._bar = tqdm(total=total, initial=done, unit="update", dynamic_ncols=True)
+        self._wants_bar, self._done = folder is not None and sys.stderr.isatty(), done
 
     def add(self, fields: dict[str, Any], loss_sum: Any) -> None:
         """Keep one applied update.
@@ -58,6 +57,10 @@ class Meter:
         """
         self._pending.append((fields, loss_sum))
         self._step_ms.append(fields["step_ms"])
+        if self._wants_bar and self._bar is None:
+            self._bar = tqdm(
+                total=self._total, initial=self._done, unit="update", dynamic_ncols=True
+            )
         if self._bar is not None:
             self._bar.update(1)
 

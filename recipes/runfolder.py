@@ -147,7 +147,8 @@ def where_everything_is(folder: Path) -> str:
             "  evaluations.jsonl  held-out loss and perplexity",
             "  checkpoints/     arrays by parameter name; LATEST names the newest",
             "  summary.json     the result",
-            "next: change a key (make pretrain ARGS='optim.lr=1e-3 name=hotter'), swap the arm",
-            "      (make pretrain ARM=local_ddp_bf16), or start it over (make pretrain FRESH=1)",
+            "next         make pretrain ARGS='name=hotter optim.lr=2e-3'       another setting",
+            "             make pretrain ARGS='name=ddp' ARM=local_ddp_bf16     another strategy",
+            "             make pretrain FRESH=1                                the same, anew",
         ]
     )
