@@ -120,9 +120,10 @@ def build(run: Run, args: argparse.Namespace, outcome: Outcome) -> Job | None:
     worlds = objective.legal_worlds(run.batch, lanes=run.data.lanes, workers=run.data.workers)
     plan = objective.plan_batch(run.batch, launch.world, worlds)
     _check_evaluation(run, plan)
-    accelerator = start(strategy, run, plan, cpu=cpu)
-    ranks_per_host = topology.check_world(accelerator, launch, strategy.kind, hosts)
-    peers = topology.Peers(launch.rank, launch.world)
+    with topology.joining(os.environ):
+        accelerator = start(strategy, run, plan, cpu=cpu)
+        ranks_per_host = topology.check_world(accelerator, launch, strategy.kind, hosts)
+        peers = topology.Peers(launch.rank, launch.world)
     outcome.joined = True
 
     recorded = peers.from_first(lambda: _open_folder(run, args.fresh))

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import signal
+import socket
 from pathlib import Path
 
 import pytest
@@ -174,6 +175,22 @@ def test_a_wrong_number_of_processes_stops_with_one_table(tiny_run: Path, tmp_pa
     assert [status(folder, rank)["exit_code"] for rank in (0, 1)] == [3, 3]
     assert ended.text.count("the job that started is not the job that was asked for") == 1
     assert "processes (hostfile: worker-0:4 + worker-1:4)  2      8" in ended.text
+
+
+def test_a_port_in_use_is_told_as_such(tiny_run: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    script = [RECIPE, str(tiny_run), f"output_dir={folder}"]
+    script += ["--deepspeed_config", "ds_configs/zero1_bf16.json"]
+    words = command("deepspeed", 2, script)
+    port = int(words[words.index("--master_port") + 1])
+    with socket.socket() as taken:
+        taken.bind(("0.0.0.0", port))
+        taken.listen()
+        with Launched(words, tmp_path / "log", {"DS_ACCELERATOR": "cpu"}) as launched:
+            ended = launched.wait(120)
+    assert status(folder, 0)["exit_code"] == 3, ended.text[-4000:]
+    assert f"the ranks did not come together at 127.0.0.1:{port}" in ended.text
+    assert "another job uses this port" in ended.text
 
 
 def test_another_run_in_the_same_folder_is_refused(

@@ -215,7 +215,12 @@ class Feed:
         """
         started = time.perf_counter()
         count = self._plan.accumulation * self._plan.micro
-        sequences = [next(self._iterator) for _ in range(count)]
+        try:
+            sequences = [next(self._iterator) for _ in range(count)]
+        except ValueError as error:
+            # torch puts the reader's whole traceback in front of what the reader said.
+            last = str(error).strip().split("\n")[-1]
+            raise ValueError(last.removeprefix("ValueError: ")) from error
         wait_ms = (time.perf_counter() - started) * 1000.0
         return Window(self._corpus, self._plan.micro, sequences, wait_ms)
 

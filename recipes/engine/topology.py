@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import socket
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -154,6 +155,26 @@ def check_device(strategy_cpu: bool | None, environ: Mapping[str, str], cuda: bo
         ],
     )
     return False
+
+
+@contextmanager
+def joining(environ: Mapping[str, str]) -> Iterator[None]:
+    """Turn what the libraries raise while the ranks find each other into one error.
+
+    Raises:
+        TopologyError: the meeting point can't be opened or reached, or a rank left at once.
+    """
+    try:
+        yield
+    except TopologyError:
+        raise
+    except RuntimeError as error:
+        place = f"{environ.get('MASTER_ADDR', '?')}:{environ.get('MASTER_PORT', '?')}"
+        raise TopologyError(
+            f"the ranks did not come together at {place}: {' '.join(str(error).split())[:300]}\n"
+            "likely reason: another job uses this port (choose one with --main_process_port or "
+            "--master_port); or a rank ended at once; or the address is not reachable"
+        ) from error
 
 
 def check_world(
