@@ -10,12 +10,18 @@ BIN := .venv/bin
 # Cores divided by ranks: more threads than cores would make both ranks wait for each other.
 threads := $(shell echo $$(( $(CORES) / $(RANKS) > 0 ? $(CORES) / $(RANKS) : 1 )))
 
+# The launcher loads DeepSpeed too, which else warns that it found no GPU.
+quiet := $(if $(findstring local_,$(ARM)),DS_ACCELERATOR=cpu)
+
 .PHONY: pretrain test lint bench clean
 
 pretrain: .venv/run.installed
-	OMP_NUM_THREADS=$(threads) $(BIN)/accelerate launch \
+	@$(quiet) OMP_NUM_THREADS=$(threads) $(BIN)/accelerate launch \
 		--config_file accelerate_configs/$(ARM).yaml \
 		recipes/pretrain.py $(RUN) $(if $(FRESH),--fresh) $(ARGS)
+	@echo "next         make pretrain ARGS='name=hotter optim.lr=2e-3'       another setting"
+	@echo "             make pretrain ARGS='name=ddp' ARM=local_ddp_bf16     another strategy"
+	@echo "             make pretrain FRESH=1                                the same, anew"
 
 test: lint
 	$(BIN)/python -m pytest $(TESTS)

@@ -207,7 +207,7 @@ class Evaluate(Section):
 class Sample(Section):
     """The continuation that is printed at the end."""
 
-    prompt: str
+    prompt: Annotated[str, Field(min_length=1)]
     tokens: Positive = 64
     temperature: Annotated[float, Field(gt=0)] = 0.8
     top_k: Positive = 50

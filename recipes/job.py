@@ -7,7 +7,8 @@ import logging
 import math
 import os
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,37 +19,16 @@ from recipes.config import Run
 from recipes.data.feed import Corpus, Feed, HeldOut, Window, look
 from recipes.engine import topology, update
 from recipes.engine.build import Engine, prepare, start
+from recipes.engine.peers import Peers
 from recipes.engine.strategy import Strategy, read_strategy
 from recipes.meter import Meter
 from recipes.model import SummedLoss, build_network, count_parameters, flops_per_token, wrap
 from recipes.outcome import Outcome
+from recipes.progress import Progress
 from recipes.resume import restore_newest
 from recipes.telling import already_finished, banner, record_start
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(kw_only=True)
-class Progress:
-    """How far the run is: the counters of a checkpoint."""
-
-    applied: int = 0
-    windows: int = 0  # consumed, skipped ones included
-    skipped: int = 0
-    skipped_in_a_row: int = 0
-    tokens: int = 0
-    samples: int = 0
-    scales: list[float] = field(default_factory=list)  # of the last 64 windows, for the report
-
-    def settle(self, result: update.UpdateResult, agreed: update.Agreement) -> None:
-        """Account for one window after its update."""
-        self.windows += 1
-        self.scales = [*self.scales[-63:], result.loss_scale]
-        if result.applied:
-            self.applied, self.skipped_in_a_row = self.applied + 1, 0
-            self.tokens, self.samples = self.tokens + agreed.tokens, self.samples + agreed.samples
-        else:
-            self.skipped, self.skipped_in_a_row = self.skipped + 1, self.skipped_in_a_row + 1
 
 
 @dataclass(kw_only=True)
@@ -65,6 +45,7 @@ class Job:
     meter: Meter
     flops_per_token: float
     peak_flops: float | None
+    compile_checked: bool = False
 
     @property
     def plan(self) -> objective.BatchPlan:
@@ -97,12 +78,20 @@ class Job:
             "data_wait_ms": window.wait_ms,
             "tokens_per_s": tokens_per_s,
             "samples_per_s": metrics.per_second(agreed.samples, step_ms),
-            "mfu": metrics.model_flops_utilisation(
-                tokens_per_s, self.flops_per_token, self.plan.world, self.peak_flops
-            ),
+            "mfu": self._mfu(tokens_per_s),
             "peak_memory_bytes": update.peak_memory_bytes(self.engine),
             "time": time.time(),
         }
+
+    def _mfu(self, tokens_per_s: float) -> float | None:
+        try:
+            return metrics.model_flops_utilisation(
+                tokens_per_s, self.flops_per_token, self.plan.world, self.peak_flops
+            )
+        except ValueError as error:  # a wrong peak is no reason to lose a run
+            logger.warning("%s; mfu is null from here on", error)
+            self.peak_flops = None
+            return None
 
 
 def build(run: Run, args: argparse.Namespace, outcome: Outcome) -> Job | None:
@@ -123,7 +112,7 @@ def build(run: Run, args: argparse.Namespace, outcome: Outcome) -> Job | None:
     with topology.joining(os.environ):
         accelerator = start(strategy, run, plan, cpu=cpu)
         ranks_per_host = topology.check_world(accelerator, launch, strategy.kind, hosts)
-        peers = topology.Peers(launch.rank, launch.world)
+        peers = Peers(launch.rank, launch.world)
     outcome.joined = True
 
     recorded = peers.from_first(lambda: _open_folder(run, args.fresh))
@@ -131,7 +120,9 @@ def build(run: Run, args: argparse.Namespace, outcome: Outcome) -> Job | None:
         if launch.rank == 0:
             logger.info("%s", already_finished(run, recorded["finished"]))
         return None
-    corpus = _open_corpus(run, peers, launch.local_rank, recorded)
+    token = peers.from_first(lambda: runfolder.shared_token(run.folder))
+    peers.together(lambda: runfolder.check_shared(run.folder, token))
+    corpus = _open_corpus(run, peers, recorded)
     module = peers.together(lambda: _build_module(run, corpus, strategy, cpu))
     if run.model.compile:
         module.compile()
@@ -179,20 +170,26 @@ def _check_evaluation(run: Run, plan: objective.BatchPlan) -> None:
 
 def _build_module(run: Run, corpus: Corpus, strategy: Strategy, cpu: bool) -> SummedLoss:
     network = build_network(run.model, run.seed, run.batch.seq_len, corpus.encoder.vocab_size)
+    positions = getattr(network.config, "max_position_embeddings", None)
+    if run.sample is not None and positions is not None:
+        asked = len(corpus.encoder.encode_prompt(run.sample.prompt)) + run.sample.tokens
+        if asked > positions:
+            raise ValueError(
+                f"sample.prompt and sample.tokens={run.sample.tokens} need {asked} positions, the "
+                f"model has {positions}; lower sample.tokens"
+            )
     on_gpu_in_16_bit = not cpu and strategy.precision != "fp32"
     return wrap(network, run.model.loss, prefer_chunked=on_gpu_in_16_bit)
 
 
-def _open_corpus(
-    run: Run, peers: topology.Peers, local_rank: int, recorded: dict[str, Any]
-) -> Corpus:
-    """Rank 0 looks at the data; all open what it found, with the tokenizer on every machine."""
-    path, cache = run.folder / "tokenizer.json", run.folder.parent / "cache"
+def _open_corpus(run: Run, peers: Peers, recorded: dict[str, Any]) -> Corpus:
+    """Rank 0 looks at the data; all open what it found."""
+    path = run.folder / "tokenizer.json"
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "octet"
     known = path if recorded and path.is_file() else None
     found = peers.from_first(lambda: look(run, recorded.get("revision"), cache, known))
-    if local_rank == 0:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(found["tokenizer"], encoding="utf-8")
+    if peers.rank == 0:
+        runfolder.write_text(path, found["tokenizer"])
     peers.barrier()
     return Corpus.open(run, found, path)
 
@@ -213,9 +210,7 @@ def _open_folder(run: Run, fresh: bool) -> dict[str, Any]:
     return recorded | {"finished": runfolder.read_summary(run.folder)}
 
 
-def _length(
-    recorded: dict[str, Any], run: Run, corpus: Corpus, peers: topology.Peers
-) -> objective.Length:
+def _length(recorded: dict[str, Any], run: Run, corpus: Corpus, peers: Peers) -> objective.Length:
     """The recorded length, or a new one; it never moves after the first start."""
     if "length" in recorded:
         return objective.Length(**recorded["length"])
@@ -247,6 +242,7 @@ def _meter(
     if tracked:
         settings = {k: str(v) for k, v in runfolder.flat(run.model_dump(mode="json")).items()}
         engine.accelerator.init_trackers(run.name, config=settings)
+        engine.peers.together(lambda: _check_trackers(run, engine))
 
     def track(values: dict[str, Any], step: int) -> None:
         if tracked:
@@ -258,8 +254,19 @@ def _meter(
         track=track,
         folder=run.folder if first else None,
         total=length.updates,
-        done=progress.applied,
+        done=progress.applied if progress.windows else -1,  # nothing restored: nothing to keep
     )
+
+
+def _check_trackers(run: Run, engine: Engine) -> None:
+    """Accelerate leaves out a tracker whose package is missing, with a warning at most."""
+    if engine.peers.rank != 0:
+        return
+    missing = sorted(set(run.log.trackers) - {t.name for t in engine.accelerator.trackers})
+    if missing:
+        raise ValueError(
+            f"log.trackers: {', '.join(missing)} is not installed; install or remove it"
+        )
 
 
 def _peak_flops(engine: Engine) -> float | None:
@@ -271,6 +278,5 @@ def _peak_flops(engine: Engine) -> float | None:
 def close(job: Job) -> None:
     """End readers and trackers, on every rank."""
     job.feed.close()
-    if job.run.log.trackers:
-        job.engine.accelerator.end_training()
     job.engine.peers.barrier()
+    job.engine.accelerator.end_training()

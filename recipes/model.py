@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import difflib
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -132,14 +134,26 @@ def build_network(model: Model, seed: int, seq_len: int, vocab_size: int) -> Pre
     return network.float()
 
 
+@contextmanager
+def _probing(network: PreTrainedModel) -> Iterator[None]:
+    """Without dropout and gradients, and with an attention kind that runs on any device."""
+    was_training, attention = network.training, network.config._attn_implementation
+    network.eval()
+    if attention not in ("eager", "sdpa"):
+        network.set_attn_implementation("eager")
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        if attention not in ("eager", "sdpa"):
+            network.set_attn_implementation(attention)
+        network.train(was_training)
+
+
 def _probe(network: PreTrainedModel, **inputs: torch.Tensor) -> Any:
     """Logits of the first eight token numbers, without dropout."""
-    was_training = network.training
-    network.eval()
-    with torch.no_grad():
-        logits = network(**inputs, use_cache=False).logits
-    network.train(was_training)
-    return logits
+    with _probing(network):
+        return network(**inputs, use_cache=False).logits
 
 
 def _check_causal(network: PreTrainedModel) -> None:
@@ -239,8 +253,8 @@ def chunked_obstacle(network: PreTrainedModel) -> str | None:
     handle = head.register_forward_hook(lambda _, __, output: output * 1e4)
     try:
         logits = _probe(network, input_ids=ids)
-        with torch.no_grad():
-            expected = head(_hidden(network, ids))
+        with _probing(network):
+            expected = head(network.base_model(input_ids=ids, use_cache=False).last_hidden_state)
     finally:
         handle.remove()
     same = logits.shape == expected.shape and torch.allclose(logits, expected, rtol=1e-3, atol=1e-1)
@@ -261,14 +275,6 @@ def check_compiled() -> None:
         raise ValueError(
             "model.compile=true had no effect: torch compiled no graph; set it to false"
         )
-
-
-def _hidden(network: PreTrainedModel, ids: torch.Tensor) -> Any:
-    was_training = network.training
-    network.eval()
-    hidden = network.base_model(input_ids=ids, use_cache=False).last_hidden_state
-    network.train(was_training)
-    return hidden
 
 
 def count_parameters(network: nn.Module) -> int:

@@ -98,6 +98,9 @@ class Outcome:
         known = self.code != 1
         if not known:
             logger.error("rank %d failed", self.rank, exc_info=error)
+        elif isinstance(error, Stopped):
+            if self.rank == 0:  # all ranks stopped at the same update
+                sys.stderr.write(f"\n{error}\n")
         elif not isinstance(error, PeerError) and (self.joined or self.local_rank == 0):
             sys.stderr.write(f"\nrank {self.rank}: {error}\n" if self.joined else f"\n{error}\n")
         return True

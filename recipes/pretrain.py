@@ -63,10 +63,10 @@ def pretrain(run: Run, args: argparse.Namespace, outcome: Outcome) -> None:
     """Build, resume, train, finish."""
     from recipes.job import build  # torch and the engine load only for a run file that is right
 
-    stop = StopWish()
     job = build(run, args, outcome)
     if job is None:  # finished earlier, and said so
         return
+    stop = StopWish()  # from here on there is something to save
     if job.progress.windows == 0:
         evaluate(job)
     train(job, stop)
@@ -120,8 +120,9 @@ def after_update(job: Any, applied: bool, stop: bool) -> None:
     from recipes.model import check_compiled
     from recipes.resume import save
 
-    if job.run.model.compile and job.progress.windows == 1:
+    if job.run.model.compile and not job.compile_checked:
         check_compiled()
+        job.compile_checked = True
     run, step = job.run, job.progress.applied
     last = step == job.length.updates
     if applied and (step % run.log.every_updates == 0 or last):
@@ -131,6 +132,7 @@ def after_update(job: Any, applied: bool, stop: bool) -> None:
     if (applied and step % run.checkpoint.every_updates == 0) or last or stop:
         save(job)
     if stop and not last:
+        job.meter.close()
         raise Stopped(f"stopped at update {step} of {job.length.updates}; start it again to go on")
 
 
@@ -172,8 +174,11 @@ def give_up(job: Any, window: Any) -> None:
     factor = objective.gradient_factor(accumulation=1, world=1, tokens=window.tokens) * (
         progress.scales[-1] if progress.scales else 1.0
     )
-    with engine.accelerator.autocast():
-        culprit = first_non_finite(engine.module, batches, factor)
+    try:
+        with engine.accelerator.autocast():
+            culprit = first_non_finite(engine.module, batches, factor)
+    except RuntimeError as error:  # no memory for the search, say; the rest of the report stands
+        culprit = f"the search for the module failed: {error}"
     report = {
         "window": progress.windows - 1,
         "update": progress.applied,

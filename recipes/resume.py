@@ -36,6 +36,7 @@ def save(job: Job) -> None:
         "scalars": state.export_scalars(engine),
         "data": job.feed.state(cursors),
         "world": world,
+        "strategy": engine.strategy.title,
     }
 
     def write(beside: Path) -> list[Path]:
@@ -87,6 +88,13 @@ def restore_newest(engine: Engine, run: Run, corpus: Corpus) -> Restored | None:
 
 def _restore(engine: Engine, folder: Path, corpus: Corpus) -> Restored:
     contents = json.loads((folder / STATE).read_text(encoding="utf-8"))
+    if contents.get("version") != VERSION:
+        raise ValueError(
+            f"{folder} has state version {contents.get('version')}, expected {VERSION}; "
+            "resume with the version of this package that wrote it"
+        )
+    if contents["strategy"] != engine.strategy.title:
+        logger.info("strategy: %s -> %s", contents["strategy"], engine.strategy.title)
     data = resumed_state(corpus, contents["data"])
     reader = arrays.ArrayReader(folder)
     state.import_arrays(engine, reader.read, state.Scalars(**contents["scalars"]))

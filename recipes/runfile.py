@@ -145,6 +145,6 @@ def _across_sections(whole: dict[str, Any]) -> list[str]:
     if data and model and data.document_mask and model.attention == "flash_attention_2":
         faults.append(
             "data.document_mask with model.attention=flash_attention_2 loses the mask at "
-            "micro-batches above one; use sdpa or flex_attention"
+            "micro-batches above one; use sdpa"
         )
     return faults

@@ -5,9 +5,11 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import shutil
+import socket
 import subprocess
 import sys
 import time
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,18 @@ FREE = {
     "model.loss",
     "optim.max_skipped_in_a_row",
 }
+# Everything that a run writes into its folder.
+OURS = {
+    "run.json",
+    "summary.json",
+    "nonfinite.json",
+    "metrics.jsonl",
+    "evaluations.jsonl",
+    "tokenizer.json",
+    "checkpoints",
+    "status",
+    "trackers",
+}
 PACKAGES = ("torch", "accelerate", "deepspeed", "transformers", "datasets", "tokenizers", "numpy")
 
 
@@ -50,25 +64,35 @@ def read_summary(folder: Path) -> dict[str, Any] | None:
 
 def write_record(folder: Path, name: str, value: dict[str, Any]) -> None:
     """Write `run.json` or `summary.json` so that a reader never sees half of it."""
-    folder.mkdir(parents=True, exist_ok=True)
-    beside = folder / f".{name}.partial"
-    beside.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
-    beside.rename(folder / name)
+    write_text(folder / name, json.dumps(value, indent=1) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file so that a reader never sees half of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}.partial")
+    beside.write_text(text, encoding="utf-8")
+    beside.rename(path)
 
 
 def clear(folder: Path) -> None:
-    """Delete an earlier run for a fresh start.
+    """Delete an earlier run for a fresh start, if nothing but what runs write is there.
 
     Raises:
-        ValueError: the folder holds something, but no run of ours.
+        ValueError: the folder holds something that no run of ours wrote.
     """
-    if not folder.exists() or not any(folder.iterdir()):
+    if not folder.exists():
         return
-    if not (folder / "run.json").is_file() and not (folder / "status").is_dir():
+    foreign = sorted(
+        p.name for p in folder.iterdir() if p.name not in OURS and p.suffix != ".partial"
+    )
+    if foreign:
         raise ValueError(
-            f"--fresh would delete {folder}, which holds no run; name another output_dir"
+            f"--fresh would delete {folder}, which also holds {', '.join(foreign[:5])}; move that "
+            "away, or name another output_dir"
         )
-    shutil.rmtree(folder)
+    for path in folder.iterdir():
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def changed(recorded: dict[str, Any], run: Run) -> tuple[list[str], list[str]]:
@@ -138,7 +162,7 @@ def provenance() -> dict[str, Any]:
 
 
 def where_everything_is(folder: Path) -> str:
-    """What lies where, and what to try next."""
+    """What lies where."""
     return "\n".join(
         [
             f"run folder   {folder}",
@@ -147,8 +171,32 @@ def where_everything_is(folder: Path) -> str:
             "  evaluations.jsonl  held-out loss and perplexity",
             "  checkpoints/     arrays by parameter name; LATEST names the newest",
             "  summary.json     the result",
-            "next         make pretrain ARGS='name=hotter optim.lr=2e-3'       another setting",
-            "             make pretrain ARGS='name=ddp' ARM=local_ddp_bf16     another strategy",
-            "             make pretrain FRESH=1                                the same, anew",
         ]
     )
+
+
+def shared_token(folder: Path) -> str:
+    """Leave a token in the run folder, by which the other ranks see whether they share it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    token = uuid.uuid4().hex
+    (folder / "status").mkdir(exist_ok=True)
+    (folder / "status" / "token").write_text(token, encoding="utf-8")
+    return token
+
+
+def check_shared(folder: Path, token: str) -> None:
+    """Refuse a run folder that this rank does not share with rank 0.
+
+    Raises:
+        ValueError: the checkpoint could not be put together from every rank's files.
+    """
+    path = folder / "status" / "token"
+    try:
+        found = path.read_text(encoding="utf-8")
+    except OSError:
+        found = ""
+    if found != token:
+        raise ValueError(
+            f"{folder} on {socket.gethostname()} is not the folder that rank 0 writes to; all "
+            "nodes must share the run folder (output_dir on shared storage)"
+        )

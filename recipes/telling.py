@@ -88,7 +88,8 @@ def continuation(job: Job) -> str:
     assert asked is not None
     ids = torch.tensor([encoder.encode_prompt(asked.prompt)], device=job.engine.device)
     network.eval()
-    with torch.random.fork_rng(), torch.no_grad(), job.engine.accelerator.autocast():
+    devices = [job.engine.device] if job.engine.device.type == "cuda" else []
+    with torch.random.fork_rng(devices), torch.no_grad(), job.engine.accelerator.autocast():
         torch.manual_seed(job.run.seed)
         out = network.generate(
             ids,

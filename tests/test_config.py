@@ -249,7 +249,7 @@ def test_each_kind_of_data_has_its_own_keys(
         (["schedule.warmup_updates=11"], "schedule.warmup_updates=11 is more than"),
         (
             ["data.document_mask=true", "model.attention=flash_attention_2"],
-            "loses the mask at micro-batches above one; use sdpa or flex_attention",
+            "loses the mask at micro-batches above one; use sdpa",
         ),
     ],
 )

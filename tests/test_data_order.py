@@ -21,7 +21,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from recipes.data.lanes import Cursor, Order, Sequence, Sequences, legal_worlds, loader
+from recipes.data.lanes import Cursor, Order, Sequence, Sequences, loader
 from recipes.data.packing import PAD
 from recipes.data.source import Units
 from recipes.data.state import merge_cursors
@@ -219,12 +219,6 @@ def test_lanes_that_do_not_divide_are_refused(corpus: tuple[Units, Encoder, list
         loader(sequences, 5, prefetch=4)
     with pytest.raises(ValueError, match="change data.lanes"):
         Sequences(units, encoder, order, {}, start=0, rank=0, world=5)
-
-
-def test_legal_worlds_of_the_mission() -> None:
-    assert legal_worlds(96, 1, 768, 16, upto=16) == [1, 2, 3, 4, 6, 8, 12, 16]
-    assert legal_worlds(96, 1, 512, 16, upto=8) == [1, 2, 4, 8]
-    assert legal_worlds(96, 0, 768, 16, upto=2) == [1, 2]
 
 
 @pytest.mark.parametrize("workers", [0, 1])

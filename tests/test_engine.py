@@ -84,6 +84,18 @@ def test_state_moves_to_another_strategy(
         assert got == pytest.approx(want, abs=loss)
 
 
+def test_a_scale_moves_with_the_state_and_starts_anew_where_there_was_none(
+    measured: list[dict[str, Any]],
+) -> None:
+    def scale(source: str, target: str) -> float:
+        return one(measured, what="moved", **{"from": source, "to": target})["scale"]
+
+    start = 2.0**15
+    assert scale("zero0_fp16", "zero1_fp16") == start
+    assert scale("zero1_bf16", "zero1_fp16") == start  # not bf16's 1.0
+    assert scale("zero1_fp16", "ddp_fp32") == 1.0
+
+
 @pytest.mark.parametrize("accumulation", [1, 8])
 @pytest.mark.parametrize(
     ("arm", "expected"),

@@ -193,6 +193,44 @@ def test_a_port_in_use_is_told_as_such(tiny_run: Path, tmp_path: Path) -> None:
     assert "another job uses this port" in ended.text
 
 
+def test_fresh_deletes_runs_and_nothing_else(tiny_run: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "precious"
+    folder.mkdir()
+    (folder / "thesis.txt").write_text("years of work")
+    ended = run(
+        "accelerate",
+        2,
+        [RECIPE, str(tiny_run), f"output_dir={folder}", "--fresh"],
+        tmp_path / "log",
+    )
+    assert ended.code != 0
+    assert f"--fresh would delete {folder}, which also holds thesis.txt" in ended.text
+    assert (folder / "thesis.txt").read_text() == "years of work"
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        (["sample.tokens=100"], "sample.tokens=100 need 10"),  # 32 positions
+        (
+            ["evaluate.sequences=18"],
+            "must be a multiple of ranks x micro = 2 x 2; nearest: 16 or 20",
+        ),
+        (["log.trackers=[mlflow]"], "log.trackers: mlflow is not installed"),
+        (["ddp.static_graph=true"], "ddp.static_graph=true can't work with accumulation 4"),
+    ],
+)
+def test_what_would_fail_later_or_have_no_effect_stops_at_once(
+    tiny_run: Path, tmp_path: Path, settings: list[str], told: str
+) -> None:
+    arm = ["--accelerate_config", "accelerate_configs/local_ddp_bf16.yaml"]
+    script = [RECIPE, str(tiny_run), f"output_dir={tmp_path / 'run'}", *settings, *arm]
+    ended = run("torchrun", 2, script, tmp_path / "log")
+    assert ended.code != 0 and told in ended.text, ended.text[-4000:]
+    assert status(tmp_path / "run", 0)["exit_code"] == 2
+    assert records(tmp_path / "run") == []
+
+
 def test_another_run_in_the_same_folder_is_refused(
     reference: Path, tiny_run: Path, tmp_path: Path
 ) -> None:

@@ -147,28 +147,43 @@ def test_flat_by_hand() -> None:
 # ---- a fresh start
 
 
-def test_a_fresh_start_deletes_a_run(tmp_path: Path) -> None:
+def test_a_fresh_start_deletes_all_that_a_run_writes(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    runfolder.write_record(folder, "run.json", {"name": "x"})
-    (folder / "checkpoints").mkdir()
+    for name in runfolder.OURS:
+        if "." in name:
+            runfolder.write_text(folder / name, "{}")
+        else:
+            (folder / name).mkdir(parents=True, exist_ok=True)
+    (folder / ".run.json.partial").touch()  # of a start that was killed
     runfolder.clear(folder)
-    assert not folder.exists()
+    assert list(folder.iterdir()) == []
 
 
-def test_a_fresh_start_deletes_a_run_that_failed_before_it_was_recorded(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    (folder / "status").mkdir(parents=True)
-    runfolder.clear(folder)
-    assert not folder.exists()
-
-
-def test_a_fresh_start_refuses_a_folder_that_holds_no_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize("beside_a_run", [True, False])
+def test_a_fresh_start_refuses_a_folder_that_holds_something_else(
+    beside_a_run: bool, tmp_path: Path
+) -> None:
     thesis = tmp_path / "mine" / "thesis.tex"
     thesis.parent.mkdir()
     thesis.write_text("three years of work")
-    with pytest.raises(ValueError, match="--fresh would delete .*/mine, which holds no run"):
+    (thesis.parent / "status").mkdir()  # written before anything is decided
+    if beside_a_run:
+        runfolder.write_record(thesis.parent, "run.json", {"name": "x"})
+    with pytest.raises(
+        ValueError, match="--fresh would delete .*/mine, which also holds thesis.tex"
+    ):
         runfolder.clear(thesis.parent)
     assert thesis.read_text() == "three years of work"
+
+
+def test_a_folder_that_the_nodes_do_not_share_is_refused(tmp_path: Path) -> None:
+    token = runfolder.shared_token(tmp_path / "first")
+    runfolder.check_shared(tmp_path / "first", token)
+    with pytest.raises(ValueError, match="is not the folder that rank 0 writes to"):
+        runfolder.check_shared(tmp_path / "absent", token)
+    runfolder.shared_token(tmp_path / "second")
+    with pytest.raises(ValueError, match="must share the run folder"):
+        runfolder.check_shared(tmp_path / "second", token)
 
 
 def test_a_fresh_start_has_nothing_to_do_where_nothing_is(tmp_path: Path) -> None:
@@ -227,6 +242,11 @@ def test_the_files_that_are_named_to_the_user_are_those_that_are_written(tmp_pat
     assert text.startswith(f"run folder   {tmp_path}")
     for name in ("run.json", "metrics.jsonl", "evaluations.jsonl", "checkpoints/", "summary.json"):
         assert name in text
-    command = text.split("make pretrain ARGS='")[1].split("'")[0]
-    changed = run_of(*command.split())  # the suggestion itself loads
-    assert changed.folder != run_of().folder
+
+
+def test_what_make_suggests_next_loads_and_is_another_run() -> None:
+    makefile = (Path(__file__).parent.parent / "Makefile").read_text()
+    suggested = [part.split("'")[0] for part in makefile.split("make pretrain ARGS='")[1:]]
+    assert len(suggested) == 2
+    for command in suggested:
+        assert run_of(*command.split()).folder != run_of().folder

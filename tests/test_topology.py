@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from recipes.cluster.hostfile import Host
+from recipes.engine.peers import Peers
 from recipes.engine.topology import (
     Launch,
-    Peers,
     Row,
     check_device,
     check_launch,
@@ -97,13 +97,11 @@ def test_the_launch_is_compared_with_the_hostfile() -> None:
 # ---- the device
 
 
-@pytest.mark.parametrize("cuda", [False, True], ids=["no GPU", "GPU"])
 @pytest.mark.parametrize(
     ("strategy_cpu", "environ"),
     [
         (True, {}),
         (None, {"DS_ACCELERATOR": "cpu"}),
-        (False, {"DS_ACCELERATOR": "cpu"}),
         (None, {"ACCELERATE_USE_CPU": "True"}),
         (None, {"ACCELERATE_USE_CPU": "true"}),
         (None, {"CUDA_VISIBLE_DEVICES": ""}),
@@ -112,9 +110,18 @@ def test_the_launch_is_compared_with_the_hostfile() -> None:
     ],
 )
 def test_the_cpu_is_used_where_it_was_asked_for(
-    strategy_cpu: bool | None, environ: dict[str, str], cuda: bool
+    strategy_cpu: bool | None, environ: dict[str, str]
 ) -> None:
-    assert check_device(strategy_cpu, environ, cuda) is True
+    assert check_device(strategy_cpu, environ, False) is True
+    with pytest.raises(TopologyError, match="hide it with CUDA_VISIBLE_DEVICES=-1"):
+        check_device(strategy_cpu, environ, True)
+
+
+@pytest.mark.parametrize("environ", [{"DS_ACCELERATOR": "cpu"}, {"CUDA_VISIBLE_DEVICES": ""}])
+def test_a_file_that_asks_for_gpus_is_not_overruled_by_a_variable(environ: dict[str, str]) -> None:
+    assert check_device(False, environ, True) is False
+    with pytest.raises(TopologyError, match="no GPU that torch can use"):
+        check_device(False, environ, False)
 
 
 @pytest.mark.parametrize("strategy_cpu", [False, None])

@@ -71,9 +71,7 @@ def commit(
     target, beside = root / folder_name(step), root / f".{folder_name(step)}.partial"
     if group.rank == 0:
         shutil.rmtree(beside, ignore_errors=True)
-        beside.mkdir(parents=True)
     group.gather(None)
-    beside.mkdir(parents=True, exist_ok=True)
     files, fault = _written(write, beside)
     records = group.gather((files, fault))
     faults = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(records) if text]
@@ -91,6 +89,7 @@ def _written(
 ) -> tuple[dict[str, dict[str, Any]], str | None]:
     """Write, flush and describe this rank's files; a fault is told, so that no peer waits."""
     try:
+        folder.mkdir(parents=True, exist_ok=True)
         mine = write(folder)
         for path in mine:
             _flush(path)
@@ -191,11 +190,13 @@ def _listed(manifest: Any) -> dict[str, dict[str, Any]]:
 
 
 def _recover(root: Path) -> None:
-    """Undo a replacement that a crash interrupted between its two renames."""
+    """Clean up after a crash: half-written folders, and a replacement between its two renames."""
+    for partial in root.glob(".step-*.partial"):
+        _remove(partial)
     for old in root.glob(".step-*.replaced"):
         target = root / old.name.removeprefix(".").removesuffix(".replaced")
         if target.exists():
-            shutil.rmtree(old)
+            _remove(old)
         else:
             old.rename(target)
 
@@ -219,5 +220,13 @@ def rotate(root: Path, keep: int) -> list[Path]:
     assert keep >= 2, "the one checkpoint left may be the broken one"
     stale = committed(root)[keep:]
     for folder in stale:
-        shutil.rmtree(folder)
+        _remove(folder)
     return stale
+
+
+def _remove(folder: Path) -> None:
+    """Delete a folder that is no longer needed; a failure is told and ends nothing."""
+    try:
+        shutil.rmtree(folder)
+    except OSError as error:
+        logger.warning("%s could not be deleted: %s", folder, error)

@@ -277,14 +277,3 @@ def loader(sequences: Sequences, workers: int, prefetch: int) -> DataLoader[Sequ
             "worker_init_fn": partial(_start_worker, ending),
         }
     return DataLoader(sequences, **settings)
-
-
-def legal_worlds(
-    lanes: int, workers: int, global_sequences: int, micro: int, upto: int
-) -> list[int]:
-    """World sizes up to `upto` that share the lanes and the global batch evenly."""
-    return [
-        world
-        for world in range(1, upto + 1)
-        if lanes % (world * max(1, workers)) == 0 and global_sequences % (world * micro) == 0
-    ]

@@ -20,8 +20,9 @@ from accelerate.utils import (
 from torch import nn
 
 from recipes.config import Optim, Run
+from recipes.engine.peers import Peers
 from recipes.engine.strategy import Strategy, filled
-from recipes.engine.topology import Peers, Row, refuse
+from recipes.engine.topology import Row, refuse
 from recipes.objective import BatchPlan
 
 logger = logging.getLogger(__name__)
@@ -89,7 +90,7 @@ def start(strategy: Strategy, run: Run, plan: BatchPlan, *, cpu: bool) -> Accele
         kwargs_handlers=handlers,
         mixed_precision="no" if strategy.precision == "fp32" else strategy.precision,
         log_with=list(run.log.trackers) or None,
-        project_dir=str(run.folder),
+        project_dir=str(run.folder / "trackers"),
     )
 
 
@@ -117,6 +118,11 @@ def _prepare_deepspeed_for_cpu(strategy: Strategy) -> None:
 
 def _start_ddp(strategy: Strategy, run: Run, plan: BatchPlan, cpu: bool) -> Accelerator:
     knobs = run.ddp
+    if knobs.static_graph and plan.accumulation > 1:
+        raise ValueError(
+            f"ddp.static_graph=true can't work with accumulation {plan.accumulation}: DDP expects "
+            "every backward to reduce; set it to false"
+        )
     handlers: list[Any] = [
         DistributedDataParallelKwargs(
             bucket_cap_mb=knobs.bucket_cap_mb,
@@ -132,7 +138,7 @@ def _start_ddp(strategy: Strategy, run: Run, plan: BatchPlan, cpu: bool) -> Acce
         gradient_accumulation_plugin=_accumulation(plan),
         kwargs_handlers=handlers,
         log_with=list(run.log.trackers) or None,
-        project_dir=str(run.folder),
+        project_dir=str(run.folder / "trackers"),
     )
 
 

@@ -25,7 +25,7 @@ class Scalars:
     """The state that is not an array."""
 
     adam_step: int  # applied updates as Adam counts them
-    loss_scale: float
+    loss_scale: float | None  # None: saved without a scaler, so a new one starts where it starts
     clean_updates: int  # since the last overflow or growth, towards the next growth of the scale
     hysteresis: int  # overflows that the scale still forgives
 
@@ -72,11 +72,12 @@ def import_arrays(engine: Engine, read: Callable[[str], torch.Tensor], scalars: 
     _import_scale(engine, scalars)
 
 
-def export_scalars(engine: Engine) -> dict[str, float | int]:
+def export_scalars(engine: Engine) -> dict[str, float | int | None]:
     """`Scalars` as JSON numbers."""
     steps = {int(state["step"]) for state in _adam_states(engine) if "step" in state}
     assert len(steps) <= 1, f"Adam's step differs between parameters: {sorted(steps)}"
-    scale, clean, hysteresis = 1.0, 0, 1
+    scale: float | None = None
+    clean, hysteresis = 0, 1
     if engine.accelerator.scaler is not None:
         kept = engine.accelerator.scaler.state_dict()
         scale, clean = kept["scale"], kept["_growth_tracker"]
@@ -87,7 +88,7 @@ def export_scalars(engine: Engine) -> dict[str, float | int]:
     return asdict(
         Scalars(
             adam_step=steps.pop() if steps else 0,
-            loss_scale=float(scale),
+            loss_scale=float(scale) if scale is not None else None,
             clean_updates=int(clean),
             hysteresis=int(hysteresis),
         )
@@ -192,6 +193,8 @@ def _deepspeed_scaler(engine: Engine) -> Any:
 
 
 def _import_scale(engine: Engine, scalars: Scalars) -> None:
+    if scalars.loss_scale is None:
+        return
     if engine.accelerator.scaler is not None:
         kept = engine.accelerator.scaler.state_dict()
         kept |= {"scale": scalars.loss_scale, "_growth_tracker": scalars.clean_updates}

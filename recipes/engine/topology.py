@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import socket
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from recipes.cluster.hostfile import Host
-from recipes.outcome import PeerError, TopologyError, exit_code
-
-T = TypeVar("T")
+from recipes.outcome import TopologyError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,12 +129,17 @@ def check_device(strategy_cpu: bool | None, environ: Mapping[str, str], cuda: bo
         TopologyError: GPUs were asked for (or nothing was said) and none is visible.
     """
     hidden = environ.get("CUDA_VISIBLE_DEVICES")
-    said_cpu = (
+    said_cpu = strategy_cpu is not False and (
         strategy_cpu is True
         or environ.get("DS_ACCELERATOR") == "cpu"
         or environ.get("ACCELERATE_USE_CPU", "false").lower() == "true"
         or (hidden is not None and (hidden == "" or hidden.startswith("-1")))
     )
+    if said_cpu and cuda:
+        refuse(
+            [Row(what="device", found="cuda is visible", expected="cpu")],
+            ["Accelerate takes a GPU that it sees: hide it with CUDA_VISIBLE_DEVICES=-1"],
+        )
     if said_cpu:
         return True
     refuse(
@@ -243,58 +246,3 @@ def _ranks_per_host(world: int, hosts: tuple[Host, ...] | None) -> dict[str, int
         ]
         refuse([layout], reasons)
     return ranks
-
-
-class Peers:
-    """The ranks as a group that exchanges small objects over the host network, not the GPU's."""
-
-    def __init__(self, rank: int, world: int) -> None:
-        import torch.distributed as dist
-
-        self.rank, self.world = rank, world
-        backend = dist.get_backend()
-        # Counts, flags and paths must not wait for the GPU's queue.
-        self.group = dist.group.WORLD if backend == "gloo" else dist.new_group(backend="gloo")
-
-    def gather(self, value: Any) -> list[Any]:
-        """Every rank's value, in rank order, on every rank."""
-        import torch.distributed as dist
-
-        values: list[Any] = [None] * self.world
-        dist.all_gather_object(values, value, group=self.group)
-        return values
-
-    def barrier(self) -> None:
-        """Wait for every rank."""
-        self.gather(None)
-
-    def from_first(self, make: Callable[[], T]) -> T:
-        """What `make` returns on rank 0, on every rank; its error on every rank too."""
-        outcome: tuple[str, Any, int] = ("", None, 0)
-        error: Exception | None = None
-        if self.rank == 0:
-            try:
-                outcome = ("ok", make(), 0)
-            except (ValueError, RuntimeError, OSError) as caught:
-                error, outcome = caught, ("failed", str(caught), exit_code(caught))
-        state, value, code = self.gather(outcome)[0]
-        if error is not None:
-            raise error
-        if state == "failed":
-            raise PeerError(f"rank 0: {value}", code)
-        return value
-
-    def together(self, act: Callable[[], T]) -> T:
-        """Run `act`, which must not communicate, on every rank; if one fails, all fail."""
-        try:
-            value, fault = act(), None
-        except (ValueError, RuntimeError, OSError) as caught:
-            value, fault = None, caught
-        told = self.gather(None if fault is None else (str(fault), exit_code(fault)))
-        for rank, other in enumerate(told):
-            if other is None:
-                continue
-            if fault is not None and rank == self.rank:
-                raise fault
-            raise PeerError(f"rank {rank}: {other[0]}", other[1])  # the first one tells it
-        return value  # type: ignore[return-value]

@@ -80,9 +80,7 @@ def finish_update(engine: Engine) -> UpdateResult:
     norm = float(norm) if norm is not None else float("nan")
     if engine.strategy.stage == 0 and not inner.overflow:
         norm /= _scale_of_last_step(engine)
-    return UpdateResult(
-        applied=not inner.overflow, grad_norm=norm, loss_scale=float(inner.loss_scale)
-    )
+    return UpdateResult(applied=not inner.overflow, grad_norm=norm, loss_scale=loss_scale(engine))
 
 
 def _scale_of_last_step(engine: Engine) -> float:
@@ -105,11 +103,15 @@ def _finish_ddp(engine: Engine) -> UpdateResult:
         # step, so the step is not even called; the scale backs off all the same.
         scaler.update()
     optimizer.zero_grad()
-    return UpdateResult(
-        applied=applied,
-        grad_norm=norm,
-        loss_scale=float(scaler.get_scale()) if scaler is not None else 1.0,
-    )
+    return UpdateResult(applied=applied, grad_norm=norm, loss_scale=loss_scale(engine))
+
+
+def loss_scale(engine: Engine) -> float:
+    """The loss scale in force; 1.0 without a scaler."""
+    if engine.strategy.kind == "DEEPSPEED":
+        return float(engine.inner_optimizer.loss_scale)
+    scaler = engine.accelerator.scaler
+    return float(scaler.get_scale()) if scaler is not None else 1.0
 
 
 def sum_over_ranks(engine: Engine, values: list[torch.Tensor]) -> list[float]:
@@ -141,8 +143,12 @@ def rng_state(engine: Engine) -> dict[str, torch.Tensor]:
 def set_rng_state(engine: Engine, states: dict[str, torch.Tensor]) -> None:
     """Go on drawing where `rng_state` was taken."""
     torch.set_rng_state(states["cpu"])
-    if engine.device.type == "cuda" and "cuda" in states:
+    if engine.device.type != "cuda":
+        return
+    if "cuda" in states:
         torch.cuda.set_rng_state(states["cuda"], engine.device)
+    else:  # saved on a CPU: each rank's own draw, since the ranks must not drop the same
+        torch.cuda.manual_seed(int(torch.randint(2**31, ())))
 
 
 def seed_rng(seed: int) -> None:

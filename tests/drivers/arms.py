@@ -55,6 +55,7 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 
 from recipes.config import Run
 from recipes.engine import build, state, topology, update
+from recipes.engine.peers import Peers
 from recipes.engine.strategy import Strategy
 from recipes.model import SummedLoss, build_network
 from recipes.objective import BatchPlan, gradient_factor, scaled_loss
@@ -140,7 +141,7 @@ def engine_of(arm: str, accumulation: int = ACCUMULATION) -> build.Engine:
     topology.check_world(accelerator, launch, arm_strategy.kind, None)
     network = build_network(run.model, seed=0, seq_len=SEQ_LEN, vocab_size=VOCAB)
     module = SummedLoss(network, chunked=False)
-    return build.prepare(accelerator, module, arm_strategy, run, plan, topology.Peers(rank, world))
+    return build.prepare(accelerator, module, arm_strategy, run, plan, Peers(rank, world))
 
 
 def window(number: int, accumulation: int = ACCUMULATION) -> list[list[dict[str, torch.Tensor]]]:
@@ -306,6 +307,7 @@ def main() -> None:
         ("zero1_fp16", "ddp_fp32"),
         ("ddp_bf16", "zero0_fp16"),
         ("zero0_fp16", "zero1_fp16"),
+        ("zero1_bf16", "zero1_fp16"),
     ]
     for source, target in pairs:
         engine = engine_of(target)
@@ -313,8 +315,10 @@ def main() -> None:
         state.import_arrays(engine, arrays.__getitem__, state.Scalars(**scalars))
         same = all(torch.equal(arrays[n], t) for n, t in everything(engine).items())
         after = train(engine, range(UPDATES, UPDATES + 2))
+        scale = update.loss_scale(engine)
         lines.append(
             {"what": "moved", "from": source, "to": target, "equal": same, "losses": after}
+            | {"scale": scale}
         )
     for arm in ("zero1_fp32", "less_traffic_fp32", "zero0_fp16"):
         for accumulation in (1, 8):
