@@ -19,6 +19,8 @@ from types import FrameType, TracebackType
 
 logger = logging.getLogger(__name__)
 
+# What gloo and NCCL raise on the ranks that are left when one ends.
+PEER_LEFT = ("closed by peer", "reset by peer", "Broken pipe", "remote process exited")
 DONE, USAGE, TOPOLOGY, NUMBERS, STOPPED = 0, 2, 3, 4, 75
 
 
@@ -95,8 +97,9 @@ class Outcome:
             return False
         self.code = exit_code(error)
         self.write("stopped" if self.code == STOPPED else "failed", str(error), self.code)
-        known = self.code != 1
-        if not known:
+        if self.code == 1 and self.joined and any(text in str(error) for text in PEER_LEFT):
+            sys.stderr.write(f"\nrank {self.rank}: another rank has left; its message says why\n")
+        elif self.code == 1:
             logger.error("rank %d failed", self.rank, exc_info=error)
         elif isinstance(error, Stopped):
             if self.rank == 0:  # all ranks stopped at the same update

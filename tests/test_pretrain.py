@@ -10,6 +10,8 @@ import socket
 from pathlib import Path
 
 import pytest
+import tiny
+from data_helpers import corrupt
 from launching import Launched, command, records, run, status, wait_for
 
 RECIPE = "recipes/pretrain.py"
@@ -191,6 +193,26 @@ def test_a_port_in_use_is_told_as_such(tiny_run: Path, tmp_path: Path) -> None:
     assert status(folder, 0)["exit_code"] == 3, ended.text[-4000:]
     assert f"the ranks did not come together at 127.0.0.1:{port}" in ended.text
     assert "another job uses this port" in ended.text
+
+
+def test_a_broken_piece_of_the_data_ends_the_run_with_its_name(
+    tiny_run: Path, tmp_path: Path
+) -> None:
+    corpus = tiny.write_corpus(tmp_path / "corpus", documents=40, files=1, rows=4)
+    pq_file = corpus / "part-0.parquet"
+    for group in range(2, 10):  # the scan reads the first ones
+        corrupt(pq_file, group)
+    script = [RECIPE, str(tiny_run), f"output_dir={tmp_path / 'run'}", "data.read_attempts=1"]
+    script += [f"data.files=['{pq_file}']", "data.held_out=null", "evaluate=null"]
+    tokenizer = tiny.write_tokenizer(tmp_path / "tokenizer.json")
+    script += [f"data.tokenizer={{file: {tokenizer}}}"]
+    ended = run("accelerate", 2, script, tmp_path / "log")
+    assert ended.code != 0
+    codes = {status(tmp_path / "run", rank)["exit_code"] for rank in (0, 1)}
+    assert 2 in codes, ended.text[-4000:]
+    assert "part-0.parquet, row group" in ended.text
+    assert "go round it with data.skip_units=[" in ended.text
+    assert "Original Traceback" not in ended.text
 
 
 def test_fresh_deletes_runs_and_nothing_else(tiny_run: Path, tmp_path: Path) -> None:

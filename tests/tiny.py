@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 RUN = """
 name: tiny
@@ -50,9 +51,21 @@ def write_corpus(folder: Path, documents: int = 160, files: int = 2, rows: int =
     text = "".join(path.read_text(encoding="utf-8") for path in sources)
     pieces = [text[i * 700 : i * 700 + 100 + (i * 37) % 600] for i in range(documents)]
     for k in range(files):
-        table = pa.table({"text": pieces[k::files], "id": list(range(k, documents, files))})
+        table = pa.table({"id": list(range(k, documents, files)), "text": pieces[k::files]})
         pq.write_table(table, folder / f"part-{k}.parquet", row_group_size=rows)
     return folder
+
+
+def write_tokenizer(path: Path) -> Path:
+    """A tokenizer.json that knows single bytes only."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: i for i, token in enumerate(["<|endoftext|>", *alphabet])}
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.add_special_tokens(["<|endoftext|>"])
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(path))
+    return path
 
 
 def write_run(folder: Path, corpus: Path) -> Path:

@@ -275,83 +275,75 @@ def alone() -> dict[str, Any]:
     return {"what": "alone", "said": "nothing"}
 
 
-def main() -> None:
-    rank = int(os.environ["RANK"])
-    lines: list[dict[str, Any]] = []
-    torch.set_num_threads(1)
+Saved = dict[str, tuple[dict[str, torch.Tensor], dict[str, Any]]]
+ARMS = ("zero1_fp32", "less_traffic_fp32", "ddp_fp32", "zero1_bf16", "ddp_bf16", "zero1_fp16")
+MOVES = [
+    ("zero1_fp32", "ddp_fp32"),
+    ("ddp_fp32", "zero1_fp32"),
+    ("zero1_fp16", "ddp_fp32"),
+    ("ddp_bf16", "zero0_fp16"),
+    ("zero0_fp16", "zero1_fp16"),
+    ("zero1_bf16", "zero1_fp16"),
+]
+
+
+def parity(saved: Saved) -> Iterator[dict[str, Any]]:
+    """Every arm against one process; leaves each arm's state in `saved`."""
     want, weights = reference()
     naive, _ = reference(naive=True)
-    saved: dict[str, tuple[dict[str, torch.Tensor], dict[str, Any]]] = {}
-    for arm in (
-        "zero1_fp32",
-        "less_traffic_fp32",
-        "ddp_fp32",
-        "zero1_bf16",
-        "ddp_bf16",
-        "zero1_fp16",
-        "zero0_fp16",
-    ):
+    for arm in (*ARMS, "zero0_fp16"):
         engine = engine_of(arm)
         got = train(engine, range(UPDATES))
         arrays = everything(engine)
-        parameters = {name.removeprefix("module."): p for name, p in weights.items()}
-        drift = distance({n: arrays[f"weight/{n}"] for n in parameters}, parameters)
+        drift = distance({name: arrays[f"weight/{name}"] for name in weights}, weights)
         line = {"what": "parity", "arm": arm, "got": got, "want": want, "drift": drift}
-        lines.append(line | {"naive": naive, "type": type(engine.inner_optimizer).__name__})
+        yield line | {"naive": naive, "type": type(engine.inner_optimizer).__name__}
         saved[arm] = (arrays, state.export_scalars(engine))
         on = train(engine, range(UPDATES, UPDATES + 2))
-        lines.append({"what": "uninterrupted", "arm": arm, "losses": on})
-    pairs = [(a, a) for a in saved] + [
-        ("zero1_fp32", "ddp_fp32"),
-        ("ddp_fp32", "zero1_fp32"),
-        ("zero1_fp16", "ddp_fp32"),
-        ("ddp_bf16", "zero0_fp16"),
-        ("zero0_fp16", "zero1_fp16"),
-        ("zero1_bf16", "zero1_fp16"),
-    ]
-    for source, target in pairs:
+        yield {"what": "uninterrupted", "arm": arm, "losses": on}
+
+
+def moves(saved: Saved) -> Iterator[dict[str, Any]]:
+    """State put into a fresh engine, of the same arm and of another."""
+    for source, target in [(arm, arm) for arm in saved] + MOVES:
         engine = engine_of(target)
         arrays, scalars = saved[source]
         state.import_arrays(engine, arrays.__getitem__, state.Scalars(**scalars))
         same = all(torch.equal(arrays[n], t) for n, t in everything(engine).items())
-        after = train(engine, range(UPDATES, UPDATES + 2))
-        scale = update.loss_scale(engine)
-        lines.append(
-            {"what": "moved", "from": source, "to": target, "equal": same, "losses": after}
-            | {"scale": scale}
-        )
-    for arm in ("zero1_fp32", "less_traffic_fp32", "zero0_fp16"):
+        line = {"what": "moved", "from": source, "to": target, "equal": same}
+        line["losses"] = train(engine, range(UPDATES, UPDATES + 2))
+        yield line | {"scale": update.loss_scale(engine)}
+
+
+def collectives() -> Iterator[dict[str, Any]]:
+    """Calls and elements of one update, at accumulation 1 and 8."""
+    for arm in ("zero1_fp32", "less_traffic_fp32", "zero0_fp16", "ddp_fp32"):
         for accumulation in (1, 8):
             engine = engine_of(arm, accumulation)
-            train(engine, range(1))
-            with counted() as counts:
-                train(engine, range(1, 2))
-            lines.append(
-                {
-                    "what": "collectives",
-                    "arm": arm,
-                    "accumulation": accumulation,
-                    "parameters": sum(state.parameter_sizes(engine)),
-                    "calls": {name: tally[0] for name, tally in counts.items()},
-                    "elements": {name: tally[1] for name, tally in counts.items()},
-                }
-            )
-    for accumulation in (1, 8):
-        engine = engine_of("ddp_fp32", accumulation)
-        train(engine, range(2))  # DDP lays its buckets out anew after the first backward
-        calls, elements = ddp_reductions(engine, 2)
-        lines.append(
-            {
+            train(engine, range(2))  # DDP lays its buckets out anew after the first backward
+            if arm == "ddp_fp32":
+                calls, elements = ddp_reductions(engine, 2)
+                tallies = {"all_reduce": [calls, elements]}
+            else:
+                with counted() as counts:
+                    train(engine, range(2, 3))
+                tallies = dict(counts)
+            yield {
                 "what": "collectives",
-                "arm": "ddp_fp32",
+                "arm": arm,
                 "accumulation": accumulation,
                 "parameters": sum(state.parameter_sizes(engine)),
-                "calls": {"all_reduce": calls},
-                "elements": {"all_reduce": elements},
+                "calls": {name: tally[0] for name, tally in tallies.items()},
+                "elements": {name: tally[1] for name, tally in tallies.items()},
             }
-        )
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    saved: Saved = {}
+    lines = [*parity(saved), *moves(saved), *collectives()]
     lines += [misread("zero1_fp16"), misread("ddp_bf16"), alone()]
-    if rank == 0:
+    if os.environ["RANK"] == "0":
         Path(sys.argv[1]).write_text("".join(json.dumps(line) + "\n" for line in lines))
     dist.barrier()
 
