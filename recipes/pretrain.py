@@ -136,14 +136,14 @@ def after_update(job: Any, applied: bool, stop: bool) -> None:
         raise Stopped(f"stopped at update {step} of {job.length.updates}; start it again to go on")
 
 
-def evaluate(job: Any) -> float | None:
-    """Held-out loss in nats per token, over all ranks; the training state is not touched."""
+def evaluate(job: Any) -> None:
+    """Record the held-out loss in nats per token; the training state is not touched."""
     import torch
 
     from recipes.engine import update
 
     if job.run.evaluate is None:
-        return None
+        return
     engine = job.engine
     engine.model.eval()
     sums = [torch.zeros((), device=engine.device) for _ in range(2)]
@@ -157,7 +157,6 @@ def evaluate(job: Any) -> float | None:
     perplexity = math.exp(min(loss, 700.0))  # exp overflows a float above 709
     values = {"step": job.progress.applied, "tokens": job.progress.tokens}
     job.meter.evaluation(values | {"held_out_loss": loss, "held_out_perplexity": perplexity})
-    return loss
 
 
 def give_up(job: Any, window: Any) -> None:

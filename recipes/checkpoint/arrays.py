@@ -91,4 +91,7 @@ class ArrayReader:
                 f"checkpoint {self._folder} has no array {name!r}: it holds another model; "
                 "restore the run file's model section or start with --fresh"
             )
-        return self._home[name].get_tensor(name)
+        try:
+            return self._home[name].get_tensor(name)
+        except SafetensorError as error:
+            raise ValueError(f"array {name!r} in {self._folder} can't be read: {error}") from error

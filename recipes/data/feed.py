@@ -192,7 +192,7 @@ class Feed:
     """
 
     def __init__(self, corpus: Corpus, plan: BatchPlan, rank: int, state: DataState | None) -> None:
-        self._corpus, self._plan, self._rank = corpus, plan, rank
+        self._corpus, self._plan = corpus, plan
         self._cursors = dict(state.cursors) if state else {}
         self._next_sequence = state.next_sequence if state else 0
         sequences = Sequences(

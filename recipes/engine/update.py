@@ -43,8 +43,7 @@ class Announcement:
 
     def wait(self) -> Agreement:
         """The sums over all ranks."""
-        if self._work is not None:
-            self._work.wait()
+        self._work.wait()
         tokens, samples, digest, stop = self._counts.tolist()
         return Agreement(tokens=tokens, samples=samples, digest=digest, stop=stop > 0)
 
