@@ -17,7 +17,7 @@ from recipes import metrics, objective, runfolder
 from recipes.cluster.hostfile import read_hostfile
 from recipes.config import Run
 from recipes.data.feed import Corpus, Feed, HeldOut, Window, look
-from recipes.engine import topology, update
+from recipes.engine import selftest, topology, update
 from recipes.engine.build import Engine, prepare, start
 from recipes.engine.peers import Peers
 from recipes.engine.strategy import Strategy, read_strategy
@@ -109,6 +109,7 @@ def build(run: Run, args: argparse.Namespace, outcome: Outcome) -> Job | None:
     worlds = objective.legal_worlds(run.batch, lanes=run.data.lanes, workers=run.data.workers)
     plan = objective.plan_batch(run.batch, launch.world, worlds)
     _check_evaluation(run, plan)
+    selftest.check_overlap(strategy, launch, cpu=cpu)
     with topology.joining(os.environ):
         accelerator = start(strategy, run, plan, cpu=cpu)
         ranks_per_host = topology.check_world(accelerator, launch, strategy.kind, hosts)
@@ -120,8 +121,7 @@ def build(run: Run, args: argparse.Namespace, outcome: Outcome) -> Job | None:
         if launch.rank == 0:
             logger.info("%s", already_finished(run, recorded["finished"]))
         return None
-    token = peers.from_first(lambda: runfolder.shared_token(run.folder))
-    peers.together(lambda: runfolder.check_shared(run.folder, token))
+    _share_folder(run, peers)
     corpus = _open_corpus(run, peers, recorded)
     module = peers.together(lambda: _build_module(run, corpus, strategy, cpu))
     if run.model.compile:
@@ -154,6 +154,11 @@ def build(run: Run, args: argparse.Namespace, outcome: Outcome) -> Job | None:
         logger.info("%s", banner(job, worlds, count_parameters(module)))
     outcome.write("training")
     return job
+
+
+def _share_folder(run: Run, peers: Peers) -> None:
+    token = peers.from_first(lambda: runfolder.shared_token(run.folder))
+    peers.together(lambda: runfolder.check_shared(run.folder, token))
 
 
 def _check_evaluation(run: Run, plan: objective.BatchPlan) -> None:

@@ -1,8 +1,11 @@
 """How a rank ends: exit codes, the status file of each rank, and the wish to stop.
 
-with Outcome(rank=3) as outcome:
+with Outcome(rank=3, local_rank=1) as outcome:
     ...  # ValueError -> 2, TopologyError -> 3, NumbersError -> 4, Stopped -> 75
 return outcome.code
+
+Under `octet launch` the status also goes to the node-local file that OCTET_STATUS names, whatever
+became of the run folder; a result that is put into `outcome.result` travels back with it.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import sys
 import time
 from pathlib import Path
 from types import FrameType, TracebackType
+from typing import Any
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +30,10 @@ DONE, USAGE, TOPOLOGY, NUMBERS, STOPPED = 0, 2, 3, 4, 75
 
 class TopologyError(RuntimeError):
     """The processes, devices or strategy found are not those that were asked for."""
+
+
+class JoiningError(TopologyError):
+    """The ranks did not find each other; often because one of them ended at once."""
 
 
 class NumbersError(RuntimeError):
@@ -69,20 +77,26 @@ class Outcome:
             False  # True once the ranks act together: from then on any rank's error is its own
         )
         self.code = DONE
+        self.consequence = False  # True where this rank ended because another one had
+        self.result: Any = None  # JSON-able; for `octet launch`, not for the run folder
 
     def __enter__(self) -> Outcome:
         return self
 
     def write(self, state: str, reason: str = "", code: int | None = None) -> None:
         """Record this rank's state; `code` is None while it runs."""
-        if self.folder is None:
-            return
-        path = self.folder / "status" / f"rank-{self.rank}.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        record: dict[str, object] = {"rank": self.rank, "host": socket.gethostname()}
-        record |= {"pid": os.getpid(), "state": state}
-        record |= {"exit_code": code, "reason": reason, "time": time.time()}
-        path.write_text(json.dumps(record) + "\n", encoding="utf-8")
+        record: dict[str, Any] = {"rank": self.rank, "host": socket.gethostname()}
+        record |= {"pid": os.getpid(), "state": state, "job": os.environ.get("OCTET_JOB")}
+        record |= {"exit_code": code, "reason": reason, "consequence": self.consequence}
+        record |= {"time": time.time()}
+        if self.folder is not None:
+            path = self.folder / "status" / f"rank-{self.rank}.json"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(record) + "\n", encoding="utf-8")
+        if "OCTET_STATUS" in os.environ:
+            beside = Path(os.environ["OCTET_STATUS"] + ".partial")
+            beside.write_text(json.dumps(record | {"result": self.result}), encoding="utf-8")
+            beside.rename(os.environ["OCTET_STATUS"])  # its reader polls
 
     def __exit__(
         self,
@@ -96,8 +110,10 @@ class Outcome:
         if isinstance(error, SystemExit):
             return False
         self.code = exit_code(error)
+        left = self.code == 1 and self.joined and any(text in str(error) for text in PEER_LEFT)
+        self.consequence = left or isinstance(error, (PeerError, JoiningError))
         self.write("stopped" if self.code == STOPPED else "failed", str(error), self.code)
-        if self.code == 1 and self.joined and any(text in str(error) for text in PEER_LEFT):
+        if left:
             sys.stderr.write(f"\nrank {self.rank}: another rank has left; its message says why\n")
         elif self.code == 1:
             logger.error("rank %d failed", self.rank, exc_info=error)

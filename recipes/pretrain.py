@@ -4,7 +4,7 @@
         recipes/pretrain.py recipes/runs/gpt2_xl.yaml
     deepspeed --hostfile hostfile \
         recipes/pretrain.py recipes/runs/gpt2_xl.yaml --deepspeed_config ds_configs/zero1_fp16.json
-    torchrun --nnodes 2 --nproc_per_node 4 --rdzv_endpoint worker-0:29500 --rdzv_backend c10d \
+    torchrun --nnodes 2 --nproc_per_node 4 --node_rank 0 --master_addr worker-0 \
         recipes/pretrain.py recipes/runs/gpt2_xl.yaml \
         --accelerate_config accelerate_configs/ddp_fp16.yaml batch.micro=8
 """
@@ -23,6 +23,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # when launched by path
 
 from recipes import objective, runfolder
+from recipes.cluster.shell import read_argument_line
 from recipes.config import Run
 from recipes.outcome import NumbersError, Outcome, Stopped, StopWish
 from recipes.runfile import load_run
@@ -48,7 +49,12 @@ def main(argv: list[str] | None = None) -> int:
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     """The script's arguments; everything that describes the run is in the run file."""
-    parser = argparse.ArgumentParser(description="Pretrain a language model.", allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        description="Pretrain a language model.",
+        allow_abbrev=False,
+        fromfile_prefix_chars="@",  # @FILE, an argument a line, for launchers with a second shell
+    )
+    parser.convert_arg_line_to_args = read_argument_line  # type: ignore[method-assign,assignment]
     parser.add_argument("run", help="the run file, e.g. recipes/runs/gpt2_xl.yaml")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     parser.add_argument("--accelerate_config", help="the arm, under torchrun and deepspeed")

@@ -46,7 +46,10 @@ OURS = {
     "checkpoints",
     "status",
     "trackers",
+    "logs",
 }
+# The logs of `octet launch` are being written while a fresh start clears the folder.
+KEPT = {"logs"}
 PACKAGES = ("torch", "accelerate", "deepspeed", "transformers", "datasets", "tokenizers", "numpy")
 
 
@@ -91,7 +94,7 @@ def clear(folder: Path) -> None:
             f"--fresh would delete {folder}, which also holds {', '.join(foreign[:5])}; move that "
             "away, or name another output_dir"
         )
-    for path in folder.iterdir():
+    for path in [p for p in folder.iterdir() if p.name not in KEPT]:
         shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
+from recipes.cluster.environment import fingerprint
 from recipes.cluster.hostfile import Host
+from recipes.engine import topology
 from recipes.engine.peers import Peers
 from recipes.engine.topology import (
     Launch,
@@ -92,6 +94,20 @@ def test_the_launch_is_compared_with_the_hostfile() -> None:
     text = str(caught.value)
     assert "processes (my/hosts: worker-0:4 + worker-1:4)  4      8         <-- differs" in text
     assert "do not match my/hosts; or a machine is missing from the launch" in text
+
+
+# ---- the environment
+
+
+def test_an_environment_that_differs_is_told_by_name_and_rank() -> None:
+    same = fingerprint({"NCCL_DEBUG": "WARN"})
+    topology.check_environment([same] * 3)
+    with pytest.raises(TopologyError) as caught:
+        topology.check_environment([same, fingerprint({"NCCL_DEBUG": "INFO"}), same])
+    assert str(caught.value) == (
+        "the ranks were started with different environments:\n"
+        "  NCCL_DEBUG: one value on ranks 0, 2, another on rank 1; set the same on every node"
+    )
 
 
 # ---- the device

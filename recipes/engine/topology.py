@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from recipes.cluster.environment import differing, fingerprint
 from recipes.cluster.hostfile import Host
-from recipes.outcome import TopologyError
+from recipes.outcome import JoiningError, TopologyError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,7 +167,7 @@ def joining(environ: Mapping[str, str]) -> Iterator[None]:
     """Turn what the libraries raise while the ranks find each other into one error.
 
     Raises:
-        TopologyError: the meeting point can't be opened or reached, or a rank left at once.
+        JoiningError: the meeting point can't be opened or reached, or a rank left at once.
     """
     try:
         yield
@@ -173,11 +175,26 @@ def joining(environ: Mapping[str, str]) -> Iterator[None]:
         raise
     except RuntimeError as error:
         place = f"{environ.get('MASTER_ADDR', '?')}:{environ.get('MASTER_PORT', '?')}"
-        raise TopologyError(
+        raise JoiningError(
             f"the ranks did not come together at {place}: {' '.join(str(error).split())[:300]}\n"
             "likely reason: another job uses this port (choose one with --main_process_port or "
             "--master_port); or a rank ended at once; or the address is not reachable"
         ) from error
+
+
+def check_environment(fingerprints: Sequence[Mapping[str, str]]) -> None:
+    """Compare the variables that must be the same everywhere; every rank finds the same.
+
+    Args:
+        fingerprints: `environment.fingerprint` of every rank, in rank order.
+
+    Raises:
+        TopologyError: each variable that differs, with the ranks.
+    """
+    if found := differing(fingerprints):
+        raise TopologyError(
+            "the ranks were started with different environments:\n  " + "\n  ".join(found)
+        )
 
 
 def check_world(
@@ -225,15 +242,20 @@ def check_world(
         "ACCELERATE_* variables of another job are set in this shell",
     ]
     refuse(rows, reasons)
+    check_environment(_gather(fingerprint(os.environ), launch.world))
     return _ranks_per_host(launch.world, hosts)
 
 
-def _ranks_per_host(world: int, hosts: tuple[Host, ...] | None) -> dict[str, int]:
+def _gather(value: Any, world: int) -> list[Any]:
     import torch.distributed as dist
 
-    names: list[Any] = [None] * world
-    dist.all_gather_object(names, socket.gethostname())
-    ranks = dict(Counter(names))
+    values: list[Any] = [None] * world
+    dist.all_gather_object(values, value)
+    return values
+
+
+def _ranks_per_host(world: int, hosts: tuple[Host, ...] | None) -> dict[str, int]:
+    ranks = dict(Counter(_gather(socket.gethostname(), world)))
     if hosts is not None:
         layout = Row(
             what="ranks per host, in rank order",
