@@ -1,0 +1,1 @@
+"""The hostfile's machines as network namespaces of this one."""
