@@ -1,0 +1,1 @@
+"""Every node looked at, and measured, before a run."""
