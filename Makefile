@@ -1,4 +1,5 @@
 # make pretrain   the main job on this machine's CPU: installs once, trains, resumes when run again
+# make rehearsal  (as root) the hostfile's machines as network namespaces, 8 ranks, ZeRO-1 in fp16
 # make test       lint and all tests
 PYTHON ?= python3
 RUN ?= recipes/runs/stdlib.yaml
@@ -13,7 +14,7 @@ threads := $(shell echo $$(( $(CORES) / $(RANKS) > 0 ? $(CORES) / $(RANKS) : 1 )
 # The launcher loads DeepSpeed too, which else warns that it found no GPU.
 quiet := $(if $(findstring local_,$(ARM)),DS_ACCELERATOR=cpu)
 
-.PHONY: pretrain test lint bench clean
+.PHONY: pretrain rehearsal test lint bench clean
 
 pretrain: .venv/run.installed
 	@$(quiet) OMP_NUM_THREADS=$(threads) $(BIN)/accelerate launch \
@@ -22,6 +23,11 @@ pretrain: .venv/run.installed
 	@echo "next         make pretrain ARGS='name=hotter optim.lr=2e-3'       another setting"
 	@echo "             make pretrain ARGS='name=ddp' ARM=local_ddp_bf16     another strategy"
 	@echo "             make pretrain FRESH=1                                the same, anew"
+
+rehearsal: .venv/run.installed
+	@$(BIN)/octet rehearse --hostfile hostfile -- $(CURDIR)/$(BIN)/octet launch \
+		--hostfile hostfile --config accelerate_configs/local_zero1_fp16.yaml \
+		recipes/runs/rehearsal.yaml $(if $(FRESH),--fresh) $(ARGS)
 
 test: lint
 	$(BIN)/python -m pytest $(TESTS)
