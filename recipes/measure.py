@@ -62,6 +62,7 @@ from recipes.config import Run
 from recipes.outcome import Outcome
 from recipes.preflight.linkrates import parse_size
 from recipes.preflight.netbench import Size
+from recipes.preflight.nodefacts import model_facts
 from recipes.runfile import load_run
 
 logger = logging.getLogger("recipes.measure")
@@ -86,9 +87,7 @@ def main(argv: list[str] | None = None) -> int:
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     """The script's arguments, which repeat the run's."""
     parser = argparse.ArgumentParser(
-        description="Measure the ranks before a run.",
-        allow_abbrev=False,
-        fromfile_prefix_chars="@",  # @FILE, an argument a line, for launchers with a second shell
+        description="Measure the ranks before a run.", allow_abbrev=False
     )
     parser.add_argument(
         "words",
@@ -96,7 +95,6 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         metavar="RUN section.key=value",
         help="the run file, whose sizes and data are measured, and its overrides",
     )
-    parser.add_argument("--run", help="the run file too; torchrun takes this for its --run-path")
     parser.add_argument("--accelerate_config", help="the arm, under torchrun and deepspeed")
     parser.add_argument("--deepspeed_config", help="the arm, as DeepSpeed's JSON")
     parser.add_argument("--only", default=",".join(STAGES), help=f"of {','.join(STAGES)}")
@@ -106,14 +104,19 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", help="where rank 0 writes the result")
     parser.add_argument("--local_rank", type=int, help="passed by the deepspeed launcher")
     args = parser.parse_intermixed_args(argv)
-    if args.run is None and args.words and "=" not in args.words[0]:
-        args.run = args.words.pop(0)
-    unknown = set(args.only.split(",")) - set(STAGES)
-    if unknown:
-        parser.error(f"--only {', '.join(sorted(unknown))}: expected some of {','.join(STAGES)}")
+    named = bool(args.words) and ("=" not in args.words[0] or Path(args.words[0]).is_file())
+    args.run = args.words.pop(0) if named else None
+    if fault := stage_fault(args.only):
+        parser.error(fault)
     if args.words and not args.run:
         parser.error(f"{args.words[0]} has no effect without a run file")
     return args
+
+
+def stage_fault(only: str) -> str:
+    """What is wrong with the value of `--only`; empty if nothing."""
+    unknown = sorted(set(only.split(",")) - set(STAGES))
+    return f"--only {', '.join(unknown)}: expected some of {','.join(STAGES)}" if unknown else ""
 
 
 def measure(run: Run | None, args: argparse.Namespace, outcome: Outcome) -> None:
@@ -128,7 +131,7 @@ def measure(run: Run | None, args: argparse.Namespace, outcome: Outcome) -> None
     launch = topology.read_launch(os.environ, args.local_rank)
     strategy = read_strategy(args.accelerate_config, args.deepspeed_config, os.environ)
     cpu = topology.check_device(strategy.cpu, os.environ, torch.cuda.is_available())
-    model = measuring.model_facts(run) if run is not None else None
+    model = model_facts(run.model, run.batch.seq_len) if run is not None else None
     peers, device = selftest.join(strategy, launch, cpu=cpu)
     outcome.joined = True
     hosts = peers.gather(socket.gethostname())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from recipes.cluster.hostfile import Host
-from recipes.preflight.wanted import Wanted
+from recipes.preflight.rows import Row, Wanted
 
 GIB = 1 << 30
 
@@ -44,14 +44,8 @@ def node(number: int, count: int = 3) -> dict[str, Any]:
         "files": {"gpt2_xl.yaml": "f00d"},
         "commands": dict.fromkeys(("pdsh", "accelerate", "deepspeed", "torchrun"), "/usr/bin/it"),
         "gpus": {"driver": "580.65.06", "devices": [gpu(0), gpu(1)]},
-        "cores": 64,
         "limits": {"open_files": 65536, "locked_bytes": -1},
-        "memory": {
-            "total": 512 * GIB,
-            "available": 500 * GIB,
-            "swap_used": 0,
-            "shm_free": 64 * GIB,
-        },
+        "memory": {"total": 512 * GIB, "available": 500 * GIB, "shm_free": 64 * GIB},
         "locks": [],
         "network": {
             "names": {host: {"addresses": [address[host]]} for host in hosts},
@@ -64,7 +58,7 @@ def node(number: int, count: int = 3) -> dict[str, Any]:
                 for host in hosts
             },
             "ephemeral_ports": [32768, 60999],
-            "infiniband": [200e9],
+            "infiniband": {"mlx5_0": 200e9},
         },
         "deepspeed_env": [],
         "folder": {
@@ -100,3 +94,22 @@ def wanted(**changes: Any) -> Wanted:
     hosts = tuple(Host(name=f"worker-{i}", slots=2) for i in range(3))
     settings: dict[str, Any] = {"hosts": hosts, "parameters": 1_557_611_200, "keep": 3}
     return Wanted(**(settings | changes))
+
+
+def bad(rows: list[Row]) -> list[Row]:
+    """Rows that are not ok."""
+    return [row for row in rows if row.verdict != "ok"]
+
+
+def spoiled(path: str, value: Any, number: int = 1) -> dict[str, dict[str, Any]]:
+    """Healthy nodes but for one entry of one node; slashes lead into it, numbers into lists."""
+    facts = nodes()
+    *way, last = path.split("/")
+    place: Any = facts[f"worker-{number}"]
+    for key in way:
+        place = place[int(key)] if isinstance(place, list) else place[key]
+    if isinstance(place, list):
+        place[int(last)] = value
+    else:
+        place[last] = value
+    return facts

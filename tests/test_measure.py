@@ -13,13 +13,19 @@ from launching import run
 from recipes import measure
 from recipes.config import Run
 from recipes.engine.strategy import Strategy, read_strategy
-from recipes.preflight import measuring
+from recipes.preflight import measuring, nodefacts
 from recipes.preflight.netbench import Size
 from recipes.runfile import load_run
 
 MIB = 2**20
 STAGES = ("matmul", "network", "selftest", "data")
 ZERO1 = ["--deepspeed_config", "ds_configs/zero1_bf16.json"]
+
+
+def model_size(path: Path) -> tuple[int, float]:
+    """Parameters and FLOPs per token."""
+    run = load_run(path, [])
+    return nodefacts.model_facts(run.model, run.batch.seq_len)
 
 
 def measured(
@@ -62,7 +68,7 @@ def test_every_stage_is_measured(sound: tuple[dict[str, Any], str], tiny_run: Pa
     assert (matmul["dtype"], matmul["note"], len(matmul["ranks"])) == ("bfloat16", "", 2)
     assert all(1e8 < rank["flops"] < 1e14 for rank in matmul["ranks"])
 
-    network, parameters = result["network"], measuring.model_facts(load_run(tiny_run, []))[0]
+    network, parameters = result["network"], model_size(tiny_run)[0]
     assert [size["bytes"] for size in network["sizes"]] == [8, 2 * parameters, MIB, 25 * MIB]
     assert [link["kind"] for link in network["links"]] == ["within"]
     assert network["between"] is None and network["worst_link"] is None
@@ -168,7 +174,7 @@ def test_gradients_travel_in_the_arms_precision() -> None:
 
 
 def test_the_models_size_is_known_without_its_weights() -> None:
-    parameters, flops = measuring.model_facts(load_run("recipes/runs/gpt2_xl.yaml", []))
+    parameters, flops = model_size(Path("recipes/runs/gpt2_xl.yaml"))
     assert 1.5e9 < parameters < 1.6e9
     assert flops == 6.0 * parameters + 12.0 * 48 * 1600 * 1024
 
@@ -188,7 +194,9 @@ def test_arguments_that_can_have_no_effect_are_refused(
     assert message in capsys.readouterr().err
 
 
-def test_the_run_file_is_a_word_or_an_option() -> None:
-    for arguments in (["x.yaml", "a.b=1"], ["--run", "x.yaml", "a.b=1"]):
-        args = measure.parse_arguments(arguments)
-        assert (args.run, args.words) == ("x.yaml", ["a.b=1"])
+def test_the_run_file_is_the_first_word_even_with_an_equals_sign(tmp_path: Path) -> None:
+    odd = tmp_path / "a=b.yaml"
+    odd.touch()
+    for word in ("x.yaml", str(odd)):
+        args = measure.parse_arguments(["--only", "data", word, "a.b=1"])
+        assert (args.run, args.words) == (word, ["a.b=1"])

@@ -23,8 +23,7 @@ def rootful(test: Callable[..., None]) -> Callable[..., None]:
 
 
 def test_bandwidths_are_those_of_nccl_tests() -> None:
-    # 8 ranks, 100 MB in 10 ms: 10 GB/s, of which a ring all-reduce moves 2 * 7/8 over each link.
-    assert linkrates.algorithm_bandwidth(100_000_000, 0.010) == pytest.approx(10e9)
+    # A ring all-reduce of 8 ranks moves 2 * 7/8 of the buffer over each link.
     assert linkrates.bus_factor("all_reduce", 8) == 1.75
     assert linkrates.bus_factor("all_gather", 8) == 0.875
     assert linkrates.bus_factor("reduce_scatter", 4) == 0.75
@@ -37,7 +36,7 @@ def test_a_line_through_exact_times_is_found_exactly() -> None:
     line = linkrates.fit_line([(8, 50.008e-6), (1e6, 1.05e-3), (1e8, 0.10005)])
     assert line is not None
     assert line.latency_s == pytest.approx(50e-6) and line.bytes_per_s == pytest.approx(1e9)
-    assert line.worst_misfit < 1e-9 and line.seconds(2e6) == pytest.approx(2.05e-3)
+    assert line.worst_misfit < 1e-9
 
 
 def test_one_slow_message_does_not_bend_the_line() -> None:
@@ -72,31 +71,20 @@ def test_the_worst_link_is_named_and_the_median_is_the_planners() -> None:
     assert linkrates.worst_link(links[3:]) is None and linkrates.summary([]) is None
 
 
-@pytest.mark.parametrize(
-    ("found", "expected", "state", "text"),
-    [
-        (9.4e9, 10e9, "ok", "9.40 Gbit/s, 94% of 10.00 Gbit/s"),
-        (0.94e9, 10e9, "slow", "940 Mbit/s, 9% of 10.00 Gbit/s"),
-        (7.0e9, 10e9, "ok", "7.00 Gbit/s, 70% of 10.00 Gbit/s"),
-        (5e5, None, "unknown", "500 kbit/s; the interface tells no rate"),
-    ],
-)
-def test_a_rate_is_held_against_what_the_interface_is_sold_for(
-    found: float, expected: float | None, state: str, text: str
-) -> None:
-    assert linkrates.judge(found, expected) == linkrates.Verdict(state=state, text=text)  # type: ignore[arg-type]
-
-
 def test_what_was_hidden_is_what_both_together_did_not_take() -> None:
     assert linkrates.hidden_share(2.0, 4.0, 4.0) == 1.0
     assert linkrates.hidden_share(2.0, 4.0, 5.0) == 0.5
     assert linkrates.hidden_share(2.0, 4.0, 6.5) == 0.0
 
 
-def test_sizes_are_read_and_written() -> None:
+def test_rates_as_people_read_them() -> None:
+    told = [linkrates.human_bits(rate) for rate in (9.4e9, 0.94e9, 5e5)]
+    assert told == ["9.40 Gbit/s", "940 Mbit/s", "500 kbit/s"]
+
+
+def test_sizes_are_read() -> None:
     sizes = [linkrates.parse_size(text) for text in ("8", "8B", "64KiB", "25 MiB", "2GiB")]
     assert sizes == [8, 8, 65536, 25 * MIB, 2**31]
-    assert linkrates.human_bytes(25 * MIB) == "25 MiB" and linkrates.human_bytes(8) == "8 B"
     for text in ("", "MiB", "1.5MiB", "25MB", "-1", "0"):
         with pytest.raises(ValueError, match="expected a whole number with B, KiB, MiB or GiB"):
             linkrates.parse_size(text)

@@ -134,6 +134,38 @@ def test_extensions_lie_where_torch_puts_them() -> None:
     assert diskfacts.extension_root({"TORCH_EXTENSIONS_DIR": "/x"}) == Path("/x")
 
 
+def test_patterns_name_files_as_the_recipe_reads_them(tmp_path: Path) -> None:
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    for place in ("a/1.txt", "a/b/2.txt"):
+        (tmp_path / place).write_text("x")
+    patterns = [f"{tmp_path}/a/*.txt", f"{tmp_path}/a/**", f"{tmp_path}/a/1.txt", f"{tmp_path}/z*"]
+    found = diskfacts.data_facts({"kind": "files", "files": patterns}, {})
+    assert [entry["count"] for entry in found] == [1, 2, 1, 0]
+
+
+def test_data_that_a_node_may_not_look_at_costs_no_other_fact(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "part").write_text("x")
+
+    def refuse(path: Path) -> bool:
+        raise PermissionError(13, "Permission denied", str(path))  # as without x on the folder
+
+    monkeypatch.setattr(Path, "is_file", refuse)
+    (found,) = diskfacts.data_facts({"kind": "saved", "path": str(tmp_path)}, {})
+    assert found["error"] == "Permission denied"
+    (tmp_path / "lock").touch()
+    assert diskfacts.extension_locks(tmp_path) == []
+
+
+def test_a_file_system_is_that_of_the_folder_behind_a_link(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("/dev/shm")
+    assert (
+        diskfacts._space(tmp_path / "link")["filesystem"]
+        == diskfacts._space(Path("/dev/shm"))["filesystem"]
+    )
+
+
 def test_the_hub_is_reached_or_not_and_a_proxy_stands_for_it(tmp_path: Path) -> None:
     port = free_port()
     environ = {"HF_ENDPOINT": f"http://127.0.0.1:{port}"}
@@ -144,6 +176,10 @@ def test_the_hub_is_reached_or_not_and_a_proxy_stands_for_it(tmp_path: Path) -> 
         proxied = {"https_proxy": f"http://127.0.0.1:{port}"}
         (way,) = diskfacts.data_facts({"kind": "hub"}, proxied)
     assert opened["reached"] and way["reached"]
+    (secret,) = diskfacts.data_facts({"kind": "hub"}, {"https_proxy": f"u:pa55@127.0.0.1:{port}"})
+    assert secret == {"what": f"http://127.0.0.1:{port}", "unreached": "Connection refused"}
+    (wrong,) = diskfacts.data_facts({"kind": "hub"}, {"HF_ENDPOINT": "http://hub:8O8O"})
+    assert "Port" in wrong["unreached"] and "HF_ENDPOINT" in wrong["what"]
     (off,) = diskfacts.data_facts({"kind": "hub"}, {"HF_HUB_OFFLINE": "1"})
     assert "HF_HUB_OFFLINE" in off["unread"]
     (sources,) = diskfacts.data_facts({"kind": "python_stdlib"}, {})
@@ -204,6 +240,14 @@ def test_a_refusal_a_foreign_program_and_a_wrong_name_are_told_apart() -> None:
     assert found["listening"] == {str(foreign): "Address already in use"}
 
 
+def test_a_node_that_is_too_busy_to_talk_is_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(netfacts, "CONNECT_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as server:  # takes connections, says nothing
+        port = server.getsockname()[1]
+        found = netfacts.meet(request("a", [], {"127.0.0.1": [port]}))
+    assert found["reached"]["127.0.0.1"] == {str(port): ""} and found["clocks"] == {}
+
+
 def test_who_has_a_port_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
@@ -217,11 +261,15 @@ def test_who_has_a_port_is_named() -> None:
 
 
 class NVMLError(Exception):
-    """As pynvml's."""
+    """As pynvml's, but for its text."""
+
+    def __init__(self, text: str, value: int = 999) -> None:
+        super().__init__(text)
+        self.value = value
 
 
 class Nvml:
-    """Two GPUs: the first in a good state, the second in a bad one and without ECC."""
+    """Four GPUs: in a good state; in a bad one and without ECC; lost; another job's."""
 
     NVMLError = NVMLError
 
@@ -235,14 +283,14 @@ class Nvml:
         self.open = False
 
     def nvmlDeviceGetCount(self) -> int:  # noqa: N802
-        return 3
+        return 4
 
     def nvmlSystemGetDriverVersion(self) -> bytes:  # noqa: N802
         return b"580.65.06"
 
     def nvmlDeviceGetHandleByIndex(self, index: int) -> int:  # noqa: N802
-        if index == 2:
-            raise NVMLError("GPU is lost")
+        if index > 1:
+            raise NVMLError("GPU is lost" if index == 2 else "Insufficient Permissions", index + 1)
         return index
 
     def nvmlDeviceGetName(self, handle: int) -> str:  # noqa: N802
@@ -300,6 +348,7 @@ def test_the_stand_in_has_the_real_names() -> None:
     assert [n for n in vars(Nvml) if n.startswith("nvml") and not hasattr(pynvml, n)] == []
     assert pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED == 1 and pynvml.NVML_VOLATILE_ECC == 0
     assert pynvml.NVML_TEMPERATURE_GPU == 0
+    assert pynvml.NVMLError(pynvml.NVML_ERROR_NO_PERMISSION).value == gpus.NO_PERMISSION
     bits = ("HwSlowdown", "SwThermalSlowdown", "HwThermalSlowdown", "HwPowerBrakeSlowdown")
     named = [getattr(pynvml, f"nvmlClocksThrottleReason{bit}") for bit in bits]
     assert list(gpus.SLOWDOWNS) == named and hasattr(pynvml, "nvmlDeviceGetMigMode")

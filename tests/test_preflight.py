@@ -18,7 +18,8 @@ import rehearsing
 import tiny
 
 from recipes.cluster.asking import Asked, read
-from recipes.preflight.preflight import SCRIPT
+from recipes.preflight.gathering import Question
+from recipes.preflight.preflight import SCRIPT, Wishes, preflight
 from recipes.rehearsal.node import __file__ as NODE_FILE
 
 SITE = Path(sys.executable).parent.parent / "lib" / f"python3.{sys.version_info.minor}"
@@ -93,6 +94,29 @@ def test_overrides_without_a_run_file_are_refused(tmp_path: Path) -> None:
     (tmp_path / "hostfile").write_text("worker-0 slots=1\n")
     with pytest.raises(ValueError, match="no effect without a run file"):
         read(Asked(hostfile=str(tmp_path / "hostfile"), overrides=("a=1",)), SCRIPT)
+
+
+def test_a_stage_that_does_not_exist_is_refused_before_any_host_is_asked(tmp_path: Path) -> None:
+    asked = Asked(hostfile=str(tmp_path / "none"))
+    with pytest.raises(ValueError, match="--only netwrok: expected some of matmul,network"):
+        preflight(asked, Wishes(only="netwrok"))
+
+
+@pytest.mark.parametrize(("launcher", "asked_for"), [("accelerate", False), ("deepspeed", True)])
+def test_ssh_to_this_machine_is_asked_of_those_who_start_by_pdsh(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launcher: str, asked_for: bool
+) -> None:
+    (tmp_path / "hostfile").write_text("localhost slots=1\nworker-1 slots=1\n")
+    questions: list[Question] = []
+
+    def note(question: Question) -> None:
+        questions.append(question)
+        raise ValueError("enough")
+
+    monkeypatch.setattr("recipes.preflight.preflight.gather", note)
+    with pytest.raises(ValueError, match="enough"):
+        preflight(Asked(hostfile=str(tmp_path / "hostfile"), launcher=launcher), Wishes())
+    assert questions[0].always_ssh is asked_for
 
 
 # ---- a rehearsal
@@ -236,19 +260,19 @@ def test_a_slow_rank_is_named_with_its_host(slow: Checked) -> None:
     ("check", "node", "found", "remedy"),
     [
         ("datasets", "worker-1", "5.1.9", "octet sync --hostfile "),
-        ("clock", "worker-1", "60.0 s ahead of worker-0", "ssh worker-1 sudo timedatectl"),
+        ("clock", "worker-1", "60.0 s ahead of worker-0", "ssh -t worker-1 sudo timedatectl"),
         ("shared folder", "worker-1", "not the folder of worker-0 (tmpfs", "df -h"),
         ("free space", "worker-1", "1 MiB", "output_dir="),
         ("run folder", "worker-2", "Read-only file system", "ssh worker-2 'ls -ld /"),
-        ("data", "worker-2", "no file", "ssh worker-2 ls -l"),
+        ("data", "worker-2", "no file", "ssh worker-2 'ls -l /"),
         ("route", "worker-2", "to worker-1: No route to host", "ip route get 10."),
-        ("connections", "worker-1", "to worker-2, port", "ssh worker-2 sudo iptables"),
+        ("connections", "worker-1", "to worker-2, port", "ssh -t worker-2 sudo iptables"),
         ("ssh", "worker-3", "there is no interpreter at", "octet sync"),
         ("ssh", "worker-4", "there is no checkout at", "octet sync"),
         ("ssh", "worker-5", "nothing listens there", "start sshd"),
         ("ssh", "nowhere", "its name does not resolve", "/etc/hosts"),
         ("names", "worker-0", "nowhere: ", "# give nowhere an address"),
-        ("port 29500", "worker-0", "in use by python", "ssh worker-0 kill "),
+        ("port 29500", "worker-0", "in use by python", "ss -tlnp sport = :29500"),
         ("interface", "worker-1", "GLOO_SOCKET_IFNAME=eth9: no interface eth9", "=eth0"),
         (
             "build lock",

@@ -12,6 +12,8 @@ import launching
 import pytest
 import rehearsing
 
+from recipes.cluster.sync_survey import Source, token_in
+
 pytestmark = rehearsing.rootful()
 
 DRIVER = """
@@ -189,3 +191,9 @@ def test_what_a_node_lacks_is_named_for_all_nodes_together(
         assert f"{WORKER}: no rsync there; install with: apt-get install" in sync(cluster).text
     finally:
         cluster.ok("umount", rsync, host=WORKER)
+
+
+def test_a_checkout_that_can_not_be_written_is_told() -> None:
+    source = Source(root=Path("/proc/self"), python=Path(sys.executable))  # for root, too
+    with pytest.raises(ValueError, match="/proc/self can't be written"), token_in(source):
+        pass

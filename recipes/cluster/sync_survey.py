@@ -117,12 +117,13 @@ def token_in(source: Source) -> Iterator[str]:
     folders = {source.root, source.prefix}
     try:
         for folder in folders:
-            (folder / name).touch()
+            try:
+                (folder / name).touch()
+            except OSError as error:
+                raise ValueError(
+                    f"{folder} can't be written ({error.strerror}); sync from a checkout of yours"
+                ) from error
         yield name
-    except PermissionError as error:
-        raise ValueError(
-            f"{error.filename} can't be written; sync from a checkout of yours"
-        ) from error
     finally:
         for folder in folders:
             with suppress(OSError):

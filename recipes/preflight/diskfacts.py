@@ -8,11 +8,13 @@ import shutil
 import socket
 import sysconfig
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import fsspec
 import psutil
 
 MIB = 1 << 20
@@ -46,10 +48,12 @@ def enter(folder: Path, name: str, host: str) -> dict[str, Any]:
 
 def _space(folder: Path) -> dict[str, Any]:
     usage = shutil.disk_usage(folder)
-    mounts = [m for m in psutil.disk_partitions(all=True) if folder.is_relative_to(m.mountpoint)]
+    place, mounts = folder.resolve(), psutil.disk_partitions(all=True)
     # The deepest mount point; of several mounts on one, the last lies on top.
-    mount = max(enumerate(mounts), key=lambda m: (len(m[1].mountpoint), m[0]))[1]
-    return {"free_bytes": usage.free, "filesystem": f"{mount.fstype} on {mount.mountpoint}"}
+    around = [mount for mount in mounts if place.is_relative_to(mount.mountpoint)]
+    around.sort(key=lambda mount: len(mount.mountpoint))
+    kind = f"{around[-1].fstype} on {around[-1].mountpoint}" if around else "unknown"
+    return {"free_bytes": usage.free, "filesystem": kind}
 
 
 def _write(folder: Path, name: str, host: str, free: int) -> float:
@@ -98,9 +102,9 @@ def leave(folder: Path, name: str, host: str, made: list[str]) -> None:
 
 def extension_locks(root: Path) -> list[dict[str, Any]]:
     """Locks of torch's extension builds, with whether a process of this node holds them open."""
-    if not root.is_dir():
-        return []
-    locks = [path for path in root.glob("**/lock") if path.is_file()]
+    locks: list[Path] = []
+    with suppress(OSError):  # somebody else's, and closed: torch won't build there
+        locks = [path for path in root.glob("**/lock") if path.is_file()]
     held = _open_files({str(path.resolve()) for path in locks}) if locks else set()
     found = []
     for path in locks:
@@ -136,31 +140,35 @@ def data_facts(data: dict[str, Any], environ: dict[str, str]) -> list[dict[str, 
     Args:
         data: the section, with absolute paths.
     """
-    if data["kind"] == "python_stdlib":
-        root = Path(sysconfig.get_paths()["stdlib"])
-        files = [path for path in root.rglob("*.py") if "site-packages" not in path.parts]
-        return [_counted("the standard library's sources", files)]
+    local = fsspec.filesystem("file")  # reads patterns as the recipe does
     if data["kind"] == "hub":
         return [_reached(environ)]
+    if data["kind"] == "python_stdlib":
+        root = Path(sysconfig.get_paths()["stdlib"])
+        sources = (path for path in root.rglob("*.py") if "site-packages" not in path.parts)
+        return [_counted(str(root), sources)]
     if data["kind"] == "saved":
-        return [_counted(data["path"], [p for p in Path(data["path"]).rglob("*") if p.is_file()])]
-    found = []
-    for pattern in data["files"]:
-        if "://" in pattern:
-            found.append({"what": pattern, "unread": "remote; the run's start opens it"})
-        else:
-            files = [path for path in Path("/").glob(pattern.lstrip("/")) if path.is_file()]
-            found.append(_counted(pattern, files))
-    return found
+        return [_counted(data["path"], Path(data["path"]).rglob("*"))]
+    return [
+        {"what": pattern, "unread": "remote; the run's start opens it"}
+        if "://" in pattern
+        else _counted(pattern, map(Path, local.glob(pattern)))
+        for pattern in data["files"]
+    ]
 
 
-def _counted(what: str, files: list[Path]) -> dict[str, Any]:
-    digest, total = hashlib.sha256(), 0
-    for path in sorted(files):
-        length = path.stat().st_size
-        total += length
-        digest.update(f"{path} {length}\n".encode())
-    return {"what": what, "count": len(files), "bytes": total, "digest": digest.hexdigest()[:12]}
+def _counted(what: str, paths: Iterable[Path]) -> dict[str, Any]:
+    """Number and bytes of the files among paths, and a digest of names and sizes."""
+    count, total, digest = 0, 0, hashlib.sha256()
+    try:
+        for path in sorted(paths):
+            if path.is_file():
+                length = path.stat().st_size
+                count, total = count + 1, total + length
+                digest.update(f"{path} {length}\n".encode())
+    except OSError as error:
+        return {"what": what, "error": str(error.strerror or error)}
+    return {"what": what, "count": count, "bytes": total, "digest": digest.hexdigest()[:12]}
 
 
 def _reached(environ: dict[str, str]) -> dict[str, Any]:
@@ -168,11 +176,14 @@ def _reached(environ: dict[str, str]) -> dict[str, Any]:
     place = environ.get("HF_ENDPOINT") or "https://huggingface.co"
     if environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):
         return {"what": place, "unread": "HF_HUB_OFFLINE is set"}
-    proxy = environ.get("https_proxy") or environ.get("HTTPS_PROXY") or ""
-    way = urlsplit(proxy or place)
-    port = way.port or (443 if way.scheme == "https" else 80)
+    way = environ.get("https_proxy") or environ.get("HTTPS_PROXY") or place
     try:
-        socket.create_connection((str(way.hostname), port), timeout=3.0).close()
+        url = urlsplit(way if "://" in way else f"http://{way}")
+        port = url.port or (443 if url.scheme == "https" else 80)
+        what = f"{url.scheme}://{url.hostname}:{port}"  # a proxy's may hold a password
+        socket.create_connection((str(url.hostname), port), timeout=3.0).close()
+    except ValueError as error:
+        return {"what": "HF_ENDPOINT or https_proxy", "unreached": str(error)}
     except OSError as error:
-        return {"what": proxy or place, "unreached": str(error.strerror or error)}
-    return {"what": proxy or place, "reached": True}
+        return {"what": what, "unreached": str(error.strerror or error)}
+    return {"what": what, "reached": True}

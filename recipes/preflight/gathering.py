@@ -7,7 +7,7 @@ import random
 import secrets
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,8 @@ MODULE = "recipes.preflight.nodefacts"
 LIMIT_S = 60.0  # of a round; a folder on a file server that is away answers never
 MEET_S = 6.0  # ssh and interpreters start within it, also on many nodes
 HIGH_PORTS = 2  # for each node: gloo and NCCL listen on ephemeral ports
-# All that the nodes have to know of the job's environment; no secret can be among them.
-TOLD = ("TORCH_EXTENSIONS_DIR", "HF_ENDPOINT", "HF_HUB_OFFLINE")
+# All that the nodes have to know of the job's environment.
+TOLD = ("TORCH_EXTENSIONS_DIR", "HF_ENDPOINT", "HF_HUB_OFFLINE", "https_proxy", "HTTPS_PROXY")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +35,7 @@ class Question:
     files: tuple[Path, ...] = ()  # that must be equal everywhere
     environ: Mapping[str, str] = field(default_factory=dict)
     run: Run | None = None
+    always_ssh: bool = False  # to this machine too: pdsh goes that way
     id: str = field(default_factory=lambda: secrets.token_hex(6))
 
 
@@ -43,7 +44,7 @@ def gather(question: Question) -> tuple[dict[str, dict[str, Any]], dict[str, Any
 
     Returns:
         Facts by host, `{"error": why}` for a host that did not answer; and the model's parameters
-        as `{"count": N}` or `{"error": why}`, empty without a run.
+        as `{"count": N}`, or `{"error": why}` if it can't be built; empty if nobody could count.
     """
     with ThreadPoolExecutor(max_workers=1) as aside:
         counting = aside.submit(_count, question) if question.run else None
@@ -55,11 +56,7 @@ def gather(question: Question) -> tuple[dict[str, dict[str, Any]], dict[str, Any
                     facts[host]["meet"] = answer
         finally:
             _leave(question, facts, there)
-        return facts, _result(counting)
-
-
-def _result(counting: Future[dict[str, Any]] | None) -> dict[str, Any]:
-    return counting.result() if counting else {}
+        return facts, counting.result() if counting else {}
 
 
 def _count(question: Question) -> dict[str, Any]:
@@ -69,7 +66,7 @@ def _count(question: Question) -> dict[str, Any]:
     request = {"round": "parameters", "seq_len": run.batch.seq_len}
     request |= {"model": run.model.model_dump(mode="json")}
     answer = remote.ask([first], MODULE, {first: request}, LIMIT_S)[first]
-    return answer.value if answer.value is not None else {"unknown": answer.error}
+    return answer.value or {}
 
 
 def _first_round(question: Question) -> dict[str, dict[str, Any]]:
@@ -85,8 +82,7 @@ def _first_round(question: Question) -> dict[str, dict[str, Any]]:
         "working_dir": str(question.working_dir),
     }
     before = time.time()
-    # Through ssh even to this machine: pdsh goes that way too.
-    answers = remote.ask(question.hosts, MODULE, requests, LIMIT_S, always_ssh=True)
+    answers = remote.ask(question.hosts, MODULE, requests, LIMIT_S, question.always_ssh)
     after = time.time()
     facts: dict[str, dict[str, Any]] = {}
     for host, answer in answers.items():
@@ -138,10 +134,7 @@ def _meet(
         for request in requests.values():
             request |= {"folder": str(question.run.folder), "tokens": there}
     answers = remote.ask(there, MODULE, requests, LIMIT_S)
-    return {
-        host: answer.value if answer.value is not None else {"error": answer.error}
-        for host, answer in answers.items()
-    }
+    return {host: answer.value or {"error": answer.error} for host, answer in answers.items()}
 
 
 def _leave(

@@ -20,6 +20,7 @@ SLOWDOWNS = {
     0x40: "thermal slowdown by the hardware",
     0x80: "power brake",
 }
+NO_PERMISSION = 4  # NVML_ERROR_NO_PERMISSION
 
 
 def read_gpus() -> dict[str, Any]:
@@ -36,8 +37,9 @@ def read_gpus() -> dict[str, Any]:
         why = f"NVML: {error}" + (f", although {nodes[0]} exists" if nodes else "")
         return {"error": why, "devices": []}
     try:
-        count = nvml.nvmlDeviceGetCount()
-        devices = [_device(nvml, index) for index in range(count)]
+        found = [_device(nvml, index) for index in range(nvml.nvmlDeviceGetCount())]
+        # A batch system's GPUs for other jobs are counted, and closed to us; CUDA skips them.
+        devices = [device for device in found if device is not None]
         return {"driver": _text(_asked(nvml, "nvmlSystemGetDriverVersion")), "devices": devices}
     except nvml.NVMLError as error:
         return {"error": f"NVML: {error}", "devices": []}
@@ -57,11 +59,12 @@ def _text(value: Any) -> str:
     return value.decode() if isinstance(value, bytes) else str(value or "unknown")
 
 
-def _device(nvml: ModuleType, index: int) -> dict[str, Any]:
+def _device(nvml: ModuleType, index: int) -> dict[str, Any] | None:
     try:
         handle = nvml.nvmlDeviceGetHandleByIndex(index)
     except nvml.NVMLError as error:  # "GPU is lost" and its like
-        return {"index": index, "error": str(error)}
+        closed = getattr(error, "value", None) == NO_PERMISSION
+        return None if closed else {"index": index, "error": str(error)}
     memory = _asked(nvml, "nvmlDeviceGetMemoryInfo", handle)
     reasons = _asked(nvml, "nvmlDeviceGetCurrentClocksThrottleReasons", handle) or 0
     remapped = _asked(nvml, "nvmlDeviceGetRemappedRows", handle) or (0, 0, 0, 0)

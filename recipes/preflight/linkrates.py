@@ -1,4 +1,4 @@
-"""What times say of a network, in plain numbers: rates, a fitted line, the worst link, a verdict.
+"""What times say of a network, in plain numbers: rates, a fitted line, the worst link.
 
 Bandwidths are defined as by nccl-tests (https://github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md):
 the algorithm bandwidth is size by time, where the size is that of the whole buffer (the gathered
@@ -12,15 +12,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any, Literal
+from typing import Any
+
+from recipes.preflight.rows import size
 
 MIB = 2**20
-SLOW_SHARE = 0.7  # of the expected rate: headers, CPU and small messages take up to a fifth
-
-
-def algorithm_bandwidth(num_bytes: int, seconds: float) -> float:
-    """Bytes per second of the whole buffer."""
-    return num_bytes / seconds
 
 
 def bus_factor(op: str, ranks: int) -> float:
@@ -36,10 +32,6 @@ class Line:
     latency_s: float
     bytes_per_s: float
     worst_misfit: float  # largest relative distance of a time from the line
-
-    def seconds(self, num_bytes: float) -> float:
-        """How long a message takes."""
-        return self.latency_s + num_bytes / self.bytes_per_s
 
 
 def fit_line(points: Sequence[tuple[float, float]]) -> Line | None:
@@ -75,26 +67,18 @@ def _weighted(
 ) -> tuple[float, float]:
     """Latency and time per byte of the weighted relative least squares."""
     # (a + b n - t) / t = a x + b y - 1 with x = 1/t and y = n/t
-    rows = [(w, 1.0 / t, n / t) for (n, t), w in zip(points, weights, strict=True)]
-    xx, xy, yy = (sum(w * p * q for w, p, q in group) for group in _products(rows))
-    x, y = sum(w * p for w, p, _ in rows), sum(w * q for w, _, q in rows)
+    xs, ys, ones = [1.0 / t for _, t in points], [n / t for n, t in points], [1.0] * len(points)
+
+    def total(left: Sequence[float], right: Sequence[float]) -> float:
+        return sum(w * p * q for w, p, q in zip(weights, left, right, strict=True))
+
+    xx, xy, yy = total(xs, xs), total(xs, ys), total(ys, ys)
+    x, y = total(xs, ones), total(ys, ones)
     determinant = xx * yy - xy * xy
     if determinant <= 1e-12 * xx * yy:
         return 0.0, y / yy
     a, b = (x * yy - y * xy) / determinant, (y * xx - x * xy) / determinant
-    if a < 0:
-        return 0.0, y / yy
-    return a, max(b, 0.0)
-
-
-def _products(
-    rows: Sequence[tuple[float, float, float]],
-) -> list[list[tuple[float, float, float]]]:
-    return [
-        [(w, x, x) for w, x, _ in rows],
-        [(w, x, y) for w, x, y in rows],
-        [(w, y, y) for w, _, y in rows],
-    ]
+    return (a, max(b, 0.0)) if a >= 0 else (0.0, y / yy)
 
 
 def summary(links: Sequence[Mapping[str, Any]]) -> dict[str, float | int] | None:
@@ -125,29 +109,6 @@ def worst_link(links: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Verdict:
-    """A measured rate against an expected one."""
-
-    state: Literal["ok", "slow", "unknown"]
-    text: str
-
-
-def judge(bits_per_s: float, expected_bits_per_s: float | None) -> Verdict:
-    """Whether a link does what the network interface is sold for.
-
-    Args:
-        expected_bits_per_s: the interface's rate, or the sum of those that the job may use; None
-            where nobody knows it.
-    """
-    found = human_bits(bits_per_s)
-    if expected_bits_per_s is None:
-        return Verdict(state="unknown", text=f"{found}; the interface tells no rate")
-    share = bits_per_s / expected_bits_per_s
-    text = f"{found}, {share:.0%} of {human_bits(expected_bits_per_s)}"
-    return Verdict(state="ok" if share >= SLOW_SHARE else "slow", text=text)
-
-
 def human_bits(bits_per_s: float) -> str:
     """For example `0.94 Gbit/s`."""
     if bits_per_s >= 1e9:
@@ -155,14 +116,6 @@ def human_bits(bits_per_s: float) -> str:
     return (
         f"{bits_per_s / 1e6:.0f} Mbit/s" if bits_per_s >= 1e6 else f"{bits_per_s / 1e3:.0f} kbit/s"
     )
-
-
-def human_bytes(num_bytes: float) -> str:
-    """For example `25 MiB`."""
-    for unit, size in (("GiB", 2**30), ("MiB", MIB), ("KiB", 2**10)):
-        if num_bytes >= size:
-            return f"{num_bytes / size:.3g} {unit}"
-    return f"{num_bytes:.0f} B"
 
 
 def parse_size(text: str) -> int:
@@ -183,11 +136,10 @@ def parse_size(text: str) -> int:
 
 def rounds(nodes: int) -> list[list[tuple[int, int]]]:
     """Every pair of nodes once, in rounds in which no node is in two pairs (a round robin)."""
-    size = nodes + nodes % 2
-    seats = list(range(size))
+    seats = list(range(nodes + nodes % 2))
     out = []
-    for _ in range(size - 1):
-        pairs = [(seats[i], seats[size - 1 - i]) for i in range(size // 2)]
+    for _ in seats[1:]:
+        pairs = list(zip(seats, reversed(seats), strict=True))[: len(seats) // 2]
         out.append([(min(p), max(p)) for p in pairs if max(p) < nodes])
         seats = [seats[0], seats[-1], *seats[1:-1]]
     return out
@@ -214,7 +166,7 @@ def told(found: dict[str, Any]) -> list[str]:
         lines.append(f"worst link: {ends}, {human_bits(worst['bits_per_s'])}")
     largest = {(c["group"], c["host"], c["op"]): c for c in found["collectives"]}
     lines += [
-        f"{c['op']} ({c['host'] or c['group']}, {human_bytes(c['bytes'])}): "
+        f"{c['op']} ({c['host'] or c['group']}, {size(c['bytes'])}): "
         f"{human_bits(8 * c['busbw_bytes_per_s'])} bus, {c['seconds'] * 1e3:.3g} ms"
         for c in largest.values()
     ]

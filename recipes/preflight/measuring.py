@@ -13,7 +13,6 @@ from statistics import median
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from recipes import objective
 from recipes.config import Run
@@ -22,14 +21,14 @@ from recipes.engine import selftest
 from recipes.engine.peers import Peers
 from recipes.engine.strategy import Strategy
 from recipes.engine.topology import Launch
-from recipes.model import build_network, count_parameters, flops_per_token
-from recipes.preflight.linkrates import human_bits, human_bytes, told
+from recipes.preflight.linkrates import human_bits, told
 from recipes.preflight.netbench import Bench, Size
+from recipes.preflight.rows import size
 
 logger = logging.getLogger(__name__)
 
 MIB = 2**20
-SLOW, LAME = 1.3, 2.0  # times slower than the other ranks: worth a warning, a failure
+WARN_SLOWER, FAIL_SLOWER = 1.3, 2.0  # times, than the other ranks
 WEAK_LINK = 0.7  # share of the median link
 TYPICAL_MFU = 0.4  # readers below this share of the upper bound would hold the device back
 MATMUL_REPEATS, MATMUL_S = 7, 0.05
@@ -57,29 +56,6 @@ class Measuring:
         self.result["findings"].append(line | place)
 
 
-def model_facts(run: Run) -> tuple[int, float]:
-    """Parameters and FLOPs per token of the run's model, without its weights.
-
-    Raises:
-        ValueError: the model can't be built.
-    """
-    settings, length = run.model, run.batch.seq_len
-    with torch.device("meta"):
-        if settings.pretrained is None:
-            # The attention kind does not change the count, and may need a GPU.
-            settings = settings.model_copy(update={"attention": "eager"})
-            network = build_network(settings, run.seed, length, vocab_size=0)
-        else:
-            try:
-                config = AutoConfig.from_pretrained(
-                    settings.pretrained, revision=settings.revision or "main"
-                )
-            except OSError as error:
-                raise ValueError(f"model.pretrained={settings.pretrained!r}: {error}") from error
-            network = AutoModelForCausalLM.from_config(config)
-    return count_parameters(network), flops_per_token(network, length)
-
-
 # ---- arithmetic
 
 
@@ -90,7 +66,9 @@ def matmul(job: Measuring) -> dict[str, Any]:
     if job.cpu and dtype is torch.float16:
         dtype, note = torch.float32, "fp16 is emulated on the CPU; fp32 instead"
     side = 512 if job.cpu else 8192
-    left, right, product = (torch.ones(side, side, dtype=dtype, device=job.device) for _ in "abc")
+    # Random values: with equal ones a GPU draws so little power that no limit is ever met.
+    left, right = (torch.randn(side, side, device=job.device).to(dtype) for _ in "ab")
+    product = torch.empty_like(left)
 
     def seconds(times: int) -> float:
         job.peers.barrier()
@@ -110,9 +88,9 @@ def matmul(job: Measuring) -> dict[str, Any]:
         slower = slower_than_others(rates, rank)
         line = {"rank": rank, "host": host, "flops": rate, "slower_than_others": slower}
         ranks.append(line)
-        if slower >= SLOW:
+        if slower >= WARN_SLOWER:
             job.finding(
-                "fail" if slower >= LAME else "warn",
+                "fail" if slower >= FAIL_SLOWER else "warn",
                 f"rank {rank} on {host} multiplies {slower:.2f} times slower than the others "
                 f"({rate / 1e9:,.1f} GFLOP/s)",
                 "look for another process, heat or a power limit there (nvidia-smi -q -d "
@@ -155,7 +133,7 @@ def network(job: Measuring, sizes: Sequence[Size], budget_s: float) -> dict[str,
     for line in told(found):
         logger.info("network  %s", line)
     wrong = [
-        f"{c['op']} of {human_bytes(c['bytes'])} ({c['host'] or c['group']})"
+        f"{c['op']} of {size(c['bytes'])} ({c['host'] or c['group']})"
         for c in found["collectives"]
         if not c["correct"]
     ]
@@ -172,7 +150,7 @@ def network(job: Measuring, sizes: Sequence[Size], budget_s: float) -> dict[str,
             "warn",
             f"the link {worst['from']} to {worst['to']} carries {human_bits(worst['bits_per_s'])}, "
             f"{worst['share_of_median']:.0%} of the median link",
-            f"look at cable, port and route between them: ip route get {worst['to']}",
+            "look at cable, port and route between them",
             host=worst["from"],
         )
     return found
@@ -197,7 +175,7 @@ def run_sizes(run: Run | None, strategy: Strategy, parameters: int | None) -> li
         sizes[run.ddp.bucket_cap_mb * MIB] = "DDP's bucket"
     if whole:
         sizes[whole] = "the whole model in 16 bit"
-    return [Size(bytes=size, why=why) for size, why in sorted(sizes.items())]
+    return [Size(bytes=count, why=why) for count, why in sorted(sizes.items())]
 
 
 # ---- gradients

@@ -89,34 +89,21 @@ class Bench:
         self.results[name] = [line for of_rank in lines for line in of_rank]
 
     def _collectives(self, team: Team, sizes: Sequence[Size]) -> None:
-        line: dict[str, Any]
         keeper = self.wire.rank == team.ranks[0]
         for op in OPS:
-            lack = self._unsupported(team, op)
-            if lack:
-                line = {
-                    "group": team.group,
-                    "host": team.host,
-                    "op": op,
-                    "bytes": 0,
-                    "reason": lack,
-                }
-                self.results["skipped"] += [line] if keeper else []
-                continue
-            known: dict[str, float] = {}  # the last measured size and its seconds
+            place = {"group": team.group, "host": team.host, "op": op}
+            prepared(self.wire, team, op, 8)[0]()  # opens the connections
+            known: dict[str, Any] = {}  # the last size that was measured
             for size in sorted(sizes, key=lambda size: size.bytes):
-                reason = self._obstacle(team, op, size.bytes, known)
-                line = {"group": team.group, "host": team.host, "op": op}
-                if reason:
-                    line |= {"bytes": size.bytes, "reason": reason}
+                if reason := self._obstacle(team, op, size.bytes, known):
+                    line = place | {"bytes": size.bytes, "reason": reason}
                     self.results["skipped"] += [line] if keeper else []
                     continue
-                measured = self._measure(team, op, size.bytes)
-                known = {"bytes": measured["bytes"], "seconds": measured["seconds"]}
-                line |= {"ranks": list(team.ranks)} | measured
+                known = self._measure(team, op, size.bytes)
+                line = place | {"ranks": list(team.ranks)} | known
                 self.results["collectives"] += [line] if keeper else []
 
-    def _obstacle(self, team: Team, op: str, num_bytes: int, known: dict[str, float]) -> str:
+    def _obstacle(self, team: Team, op: str, num_bytes: int, known: dict[str, Any]) -> str:
         """Why this size is not measured; "" where it is. The same on every rank of the team."""
         spent, lack = time.perf_counter() - self.started, BUFFERS * num_bytes - self._free_bytes()
         if team.most(lack) > 0:
@@ -132,16 +119,6 @@ class Bench:
         longest = self.budget_s / 8
         if 2 * expected > longest:  # once to check the values, once for the time
             return f"two calls would take {2 * expected:.1f} s, more than {longest:g} s"
-        return ""
-
-    def _unsupported(self, team: Team, op: str) -> str:
-        """Why the backend can't do this at all; the first call also opens the connections."""
-        try:
-            prepared(self.wire, team, op, 8)[0]()
-        except RuntimeError as error:
-            if "support" not in str(error):
-                raise
-            return f"not in this backend: {str(error).splitlines()[0]}"
         return ""
 
     def _free_bytes(self) -> float:
@@ -165,7 +142,7 @@ class Bench:
         repeats = min(max(int(share / first / batches), 1), MOST_REPEATS)
         seconds = median(self._timed(team, call, repeats) for _ in range(batches))
         size = elements * self.wire.dtype.itemsize
-        rate = linkrates.algorithm_bandwidth(size, seconds)
+        rate = size / seconds
         return {
             "bytes": size,
             "repeats": batches * repeats,

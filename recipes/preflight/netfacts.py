@@ -17,6 +17,7 @@ from typing import Any
 
 import psutil
 
+from recipes.cluster.ways import route
 from recipes.preflight.gpus import describe_process
 
 CONNECT_S = 3.0  # lets a lost SYN be sent twice more
@@ -53,27 +54,16 @@ def _rate(name: str, mbit_per_s: int) -> float | None:
     return mbit_per_s * 1e6 if real and mbit_per_s > 0 else None
 
 
-def infiniband() -> list[float]:
-    """Bits per second of each InfiniBand or RoCE port that is up."""
-    rates = []
+def infiniband() -> dict[str, float]:
+    """Bits per second of each InfiniBand or RoCE card, over its ports that are up."""
+    rates: dict[str, float] = {}
     for port in Path("/sys/class/infiniband").glob("*/ports/*"):
         with suppress(OSError, ValueError, IndexError):  # "4: ACTIVE", "200 Gb/sec (4X HDR)"
             if "ACTIVE" in (port / "state").read_text():
-                rates.append(float((port / "rate").read_text().split()[0]) * 1e9)
+                rate = float((port / "rate").read_text().split()[0]) * 1e9
+                card = port.parts[-3]
+                rates[card] = rates.get(card, 0.0) + rate
     return rates
-
-
-def route(address: str, known: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Source address and interface of packets to an address; nothing is sent."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((address, 9))
-        except OSError as error:
-            return {"error": str(error.strerror or error)}
-        source = str(probe.getsockname()[0]).split("%")[0]
-    names = [name for name, entry in known.items() if source in entry["addresses"]]
-    return {"source": source, "interface": names[0] if names else ""}
 
 
 def network_facts(hosts: list[str]) -> dict[str, Any]:
@@ -82,9 +72,7 @@ def network_facts(hosts: list[str]) -> dict[str, Any]:
         names = dict(zip(hosts, pool.map(resolve, hosts), strict=True))
     known = interfaces()
     routes = {
-        host: route(entry["addresses"][0], known)
-        for host, entry in names.items()
-        if entry["addresses"]
+        host: route(entry["addresses"][0]) for host, entry in names.items() if entry["addresses"]
     }
     low, high = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
     return {
@@ -190,18 +178,26 @@ def _call(host: str, port: int, greeting: str, end: float) -> tuple[str, dict[st
             return str(error.strerror or error), None
         else:
             break
-    with connection, suppress(OSError, ValueError):
-        connection.settimeout(CONNECT_S)
-        stream = connection.makefile("rw", encoding="utf-8", newline="\n")
-        readings = []
-        for _ in range(PINGS):
-            sent = time.time()
-            stream.write(greeting)
-            stream.flush()
-            there = float(stream.readline(100))
-            back = time.time()
-            readings.append(((back - sent) / 2, (sent + back) / 2 - there))
-        half_way, ahead = min(readings)
-        # By how much this clock is ahead of the other, and how far that may be off.
-        return "", {"ahead_s": ahead, "uncertainty_s": half_way}
-    return "another program answers there", None
+    with connection:
+        try:
+            return "", _compare_clocks(connection, greeting)
+        except TimeoutError:
+            return "", None  # it took the connection, and is too busy to talk
+        except (OSError, ValueError):
+            return "another program answers there", None
+
+
+def _compare_clocks(connection: socket.socket, greeting: str) -> dict[str, float]:
+    """By how much this clock is ahead of the other, and how far that may be off."""
+    connection.settimeout(CONNECT_S)
+    stream = connection.makefile("rw", encoding="utf-8", newline="\n")
+    readings = []
+    for _ in range(PINGS):
+        sent = time.time()
+        stream.write(greeting)
+        stream.flush()
+        there = float(stream.readline(100))
+        back = time.time()
+        readings.append(((back - sent) / 2, (sent + back) / 2 - there))
+    half_way, ahead = min(readings)
+    return {"ahead_s": ahead, "uncertainty_s": half_way}

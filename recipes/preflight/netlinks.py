@@ -7,7 +7,7 @@ its clock at a one-element answer, so that nothing is counted before it has arri
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -150,7 +150,7 @@ def stream_shape(bytes_per_s: float, stream_s: float) -> tuple[int, int]:
 
 
 def measure_links(
-    wire: Wire, nodes: dict[str, list[int]], wait_for_all: Any, budget_s: float
+    wire: Wire, nodes: dict[str, list[int]], wait_for_all: Callable[[], Any], budget_s: float
 ) -> list[dict[str, Any]]:
     """The links that this rank led: to its neighbour in the node, and to the other nodes.
 

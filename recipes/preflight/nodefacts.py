@@ -28,6 +28,7 @@ from typing import Any
 import psutil
 
 from recipes.cluster.environment import foreign_deepspeed_env
+from recipes.config import Model
 from recipes.preflight import diskfacts, netfacts
 from recipes.preflight.gpus import read_gpus
 
@@ -92,9 +93,9 @@ def limits() -> dict[str, int]:
 
 
 def memory() -> dict[str, int]:
-    """Host memory, swap and /dev/shm, in bytes."""
-    main, swap = psutil.virtual_memory(), psutil.swap_memory()
-    found = {"total": main.total, "available": main.available, "swap_used": swap.used}
+    """Host memory and /dev/shm, in bytes."""
+    main = psutil.virtual_memory()
+    found = {"total": main.total, "available": main.available}
     shm = Path("/dev/shm")
     if shm.is_dir():
         found["shm_free"] = shutil.disk_usage(shm).free
@@ -115,7 +116,7 @@ def facts(request: dict[str, Any]) -> dict[str, Any]:
             the first node), `files` (to be equal everywhere), `data` (the run file's section),
             `environ` (what the job's ranks will get), `working_dir`.
     """
-    environ = dict(os.environ) | request.get("environ", {})
+    environ = request.get("environ", {})  # ranks get nothing of this session's own
     found: dict[str, Any] = {
         "hostname": socket.gethostname(),
         "machine": machine(),
@@ -129,7 +130,6 @@ def facts(request: dict[str, Any]) -> dict[str, Any]:
             for name in ("pdsh", "accelerate", "deepspeed", "torchrun")
         },
         "gpus": read_gpus(),
-        "cores": len(os.sched_getaffinity(0)),
         "limits": limits(),
         "memory": memory(),
         "locks": diskfacts.extension_locks(diskfacts.extension_root(environ)),
@@ -141,8 +141,8 @@ def facts(request: dict[str, Any]) -> dict[str, Any]:
         folders = [Path(request["working_dir"]), Path.home()]
         found["deepspeed_env"] = foreign_deepspeed_env(folders)
     if request.get("folder"):
-        entered = diskfacts.enter(Path(request["folder"]), request["id"], request["me"])
-        found["folder"] = entered
+        folder = Path(request["folder"])
+        found["folder"] = diskfacts.enter(folder, request["id"], request["me"])
     if request.get("data"):
         found["data"] = diskfacts.data_facts(request["data"], environ)
     return found | {"time": time.time()}
@@ -163,30 +163,39 @@ def leave(request: dict[str, Any]) -> dict[str, Any]:
     return {}
 
 
+def model_facts(settings: Model, seq_len: int) -> tuple[int, float]:
+    """Parameters and FLOPs per token of a run file's model, without its weights.
+
+    Raises:
+        ValueError: the model can't be built.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from recipes.model import build_network, count_parameters, flops_per_token
+
+    with torch.device("meta"):
+        if settings.pretrained is None:
+            # The attention kind does not change the count, and may need a GPU.
+            settings = settings.model_copy(update={"attention": "eager"})
+            network = build_network(settings, 0, seq_len, vocab_size=0)
+        else:  # its shape is enough; the weights would be gigabytes
+            name, revision = settings.pretrained, settings.revision or "main"
+            try:
+                config = AutoConfig.from_pretrained(name, revision=revision)
+            except OSError as error:
+                raise ValueError(f"model.pretrained={name!r}: {error}") from error
+            network = AutoModelForCausalLM.from_config(config)
+    return count_parameters(network), flops_per_token(network, seq_len)
+
+
 def parameters(request: dict[str, Any]) -> dict[str, Any]:
     """The number of parameters of the run file's model, or why it can't be built."""
-    import torch
-    from transformers import AutoConfig
-
-    from recipes.config import Model
-    from recipes.model import build_network, count_parameters
-
     try:
-        model = Model.model_validate(request["model"])
-        if model.pretrained is not None:  # its shape is enough; the weights would be gigabytes
-            known = AutoConfig.from_pretrained(model.pretrained, revision=model.revision or "main")
-            shape = {k: v for k, v in known.to_dict().items() if hasattr(known, k)}
-            shape["model_type"] = known.model_type
-            model = Model.model_validate(
-                request["model"] | {"pretrained": None, "revision": None, "config": shape}
-            )
-        # The attention kind does not change the count, and may need a GPU.
-        model = model.model_copy(update={"attention": "eager"})
-        with torch.device("meta"):
-            network = build_network(model, 0, request["seq_len"], vocab_size=1)
-    except (ValueError, OSError) as error:
+        settings = Model.model_validate(request["model"])
+        return {"count": model_facts(settings, request["seq_len"])[0]}
+    except ValueError as error:
         return {"error": str(error)}
-    return {"count": count_parameters(network)}
 
 
 ROUNDS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {

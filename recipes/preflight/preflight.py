@@ -24,7 +24,7 @@ import logging
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,14 +35,14 @@ from recipes.cluster.jobfile import new_job_id
 from recipes.cluster.launchers import Start, script_arguments
 from recipes.cluster.remote import ROOT
 from recipes.cluster.supervisor import supervise
+from recipes.measure import stage_fault
 from recipes.outcome import DONE, TOPOLOGY, USAGE, TopologyError
 from recipes.preflight import table
 from recipes.preflight.checks import node_rows
 from recipes.preflight.gathering import Question, gather
 from recipes.preflight.network_checks import proposed_exports, towards_others
 from recipes.preflight.rank_checks import measured_rows
-from recipes.preflight.rows import Row, exit_code
-from recipes.preflight.wanted import Facts, Wanted
+from recipes.preflight.rows import Facts, Row, Wanted, exit_code, fail, many, unchecked
 from recipes.runfolder import write_record
 
 logger = logging.getLogger(__name__)
@@ -75,8 +75,7 @@ def _start(ready: Ready, wishes: Wishes) -> Start:
     assert ready.arm is not None
     arguments = list(script_arguments(asked.launcher, ready.arm))
     arguments += ["--only", wishes.only] if wishes.only else []
-    if asked.run:
-        arguments += ["--run", str(Path(asked.run).resolve()), *asked.overrides]
+    arguments += [str(Path(asked.run).resolve()), *asked.overrides] if asked.run else []
     return ready.start(SCRIPT, tuple(arguments), Path(asked.hostfile).resolve())
 
 
@@ -87,55 +86,61 @@ def preflight(asked: Asked, wishes: Wishes) -> int:
         ValueError: what the request names is wrong, before any node is asked.
     """
     began = time.time()
+    if wishes.only and (fault := stage_fault(wishes.only)):
+        raise ValueError(fault)
     ready = read(asked, SCRIPT)
     names = [host.name for host in ready.hosts]
-    logger.info("asking %d host%s …", len(names), "s" if len(names) > 1 else "")
-    facts, counted = gather(
-        Question(
-            hosts=tuple(names),
-            port=asked.port,
-            working_dir=ready.working_dir,
-            files=_files(ready),
-            environ=ready.env,
-            run=ready.run,
-        )
+    wanted = _wanted(ready)
+    logger.info("asking %s …", many(len(names), "host"))
+    question = Question(
+        hosts=tuple(names),
+        port=asked.port,
+        working_dir=ready.working_dir,
+        files=_files(ready),
+        environ=ready.env,
+        run=ready.run,
+        always_ssh=wanted.by_pdsh,
     )
-    rows = node_rows(facts, _wanted(ready, counted))
+    facts, counted = gather(question)
+    rows = node_rows(facts, replace(wanted, parameters=counted.get("count")))
     if error := counted.get("error"):
-        row = Row(check="model", node=names[0], found=error, verdict="FAIL", code=USAGE)
-        rows.append(row)
+        remedy = "# correct the run file's model section"
+        rows.append(fail("model", names[0], error, "a model that can be built", remedy, USAGE))
     there = {host: found for host, found in facts.items() if not found.get("error")}
     measured = None
     if reason := obstacle(ready, wishes, rows):
-        rows.append(Row(check="ranks", node="all", found=reason, verdict="not checked"))
+        rows.append(unchecked("ranks", "all", reason))
     else:
         logger.info("measuring on %d ranks …", sum(host.slots for host in ready.hosts))
         measured, more = _measure(ready, wishes, there)
         rows += more
     exports = proposed_exports(there) if len(there) > 1 else []
-    code = exit_code(rows)
-    record: dict[str, Any] = {"schema": 1, "time": began, "seconds": time.time() - began}
-    record |= {"code": code, "hosts": [{"name": h.name, "slots": h.slots} for h in ready.hosts]}
-    record |= {"rows": [asdict(row) for row in rows], "exports": exports, "facts": facts}
-    record |= {
+    record: dict[str, Any] = {
+        "schema": 1,
+        "time": began,
+        "seconds": time.time() - began,
+        "code": exit_code(rows),
+        "hosts": [{"name": host.name, "slots": host.slots} for host in ready.hosts],
+        "rows": [asdict(row) for row in rows],
         "interfaces": {node: ",".join(towards_others(node, f)) for node, f in there.items()},
+        "exports": exports,
         "parameters": counted.get("count"),
+        "facts": facts,
         "measured": measured,
     }
     path = Path(wishes.json).absolute()
     write_record(path.parent, path.name, record)
     _tell(rows, names, exports, f"{record['seconds']:.1f} s; {path}")
-    return code
+    return exit_code(rows)
 
 
-def _wanted(ready: Ready, counted: dict[str, Any]) -> Wanted:
+def _wanted(ready: Ready) -> Wanted:
     return Wanted(
         hosts=ready.hosts,
         hostfile=ready.asked.hostfile,
         launcher=ready.asked.launcher,
         port=ready.asked.port,
         cpu=ready.arm is not None and ready.arm.cpu,
-        parameters=counted.get("count"),
         keep=ready.run.checkpoint.keep if ready.run else None,
         environ=ready.env,
     )
@@ -177,28 +182,20 @@ def _measure(ready: Ready, wishes: Wishes, there: Facts) -> tuple[dict[str, Any]
             working_dir=ready.working_dir,
         )
     except TopologyError as error:
-        row = Row(check="ranks", node="all", found=str(error), verdict="FAIL")
-        return None, [row]
+        cause = " ".join(str(error).split())
+        return None, [fail("ranks", "all", cause, "a start that ends well", "")]
     first = report.ends.get(0)
     result = first.result if first else None
     if not isinstance(result, dict) or result.get("stage") != "done":
         result = None  # it did not come to its end
-    rows = measured_rows(result, there) if result else []
+    rows = measured_rows(result, there, ready.env) if result else []
     if report.code != DONE and not any(row.verdict == "FAIL" for row in rows):
         failed = report.first
         where = f"rank {failed.rank} ({failed.host})" if failed else "all"
-        rows.append(
-            Row(
-                check="ranks",
-                node=where,
-                found=" ".join(report.cause.split()),
-                expected="a start that ends well",
-                verdict="FAIL",
-                remedy=f"less {failed.log}" if failed and failed.log else f"ls {report.logs}",
-                code=USAGE if report.code == USAGE else TOPOLOGY,
-            )
-        )
+        cause = " ".join(report.cause.split())
+        remedy = f"less {failed.log}" if failed and failed.log else f"ls {report.logs}"
+        code = USAGE if report.code == USAGE else TOPOLOGY
+        rows.append(fail("ranks", where, cause, "a start that ends well", remedy, code))
     elif report.code == DONE and result is None:
-        row = Row(check="ranks", node="all", found="rank 0 brought no result", verdict="FAIL")
-        rows.append(row)
+        rows.append(fail("ranks", "all", "rank 0 brought no result", "one", f"ls {report.logs}"))
     return result, rows

@@ -1,16 +1,18 @@
-"""A line of the preflight table: what was looked at and where, what was found and expected."""
+"""A line of the preflight's table, and what the nodes' facts are held against."""
 
 from __future__ import annotations
 
+import shlex
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
-from typing import Literal
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
+from recipes.cluster.hostfile import Host
 from recipes.outcome import DONE, TOPOLOGY, USAGE
 
+Facts = Mapping[str, Mapping[str, Any]]  # by the hostfile's names
 Verdict = Literal["ok", "warn", "FAIL", "not checked"]
-SHOWN = 4  # nodes that are named in one cell
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,10 +32,82 @@ class Row:
     code: int = TOPOLOGY  # the exit code of a FAIL: 2 where the recipe itself would end with 2
 
 
+def ok(check: str, node: str, found: str, expected: str = "") -> Row:
+    """As it should be."""
+    return Row(check=check, node=node, found=found, expected=expected)
+
+
+def unchecked(check: str, node: str, why: str, expected: str = "", remedy: str = "") -> Row:
+    """Not looked at."""
+    return Row(
+        check=check,
+        node=node,
+        found=why,
+        expected=expected,
+        verdict="not checked",
+        remedy=remedy,
+    )
+
+
+def warn(check: str, node: str, found: str, expected: str, remedy: str) -> Row:
+    """Allowed, but worth a look."""
+    return Row(
+        check=check, node=node, found=found, expected=expected, verdict="warn", remedy=remedy
+    )
+
+
+def fail(
+    check: str, node: str, found: str, expected: str, remedy: str, code: int = TOPOLOGY
+) -> Row:
+    """To be mended before a start."""
+    return Row(
+        check=check,
+        node=node,
+        found=found,
+        expected=expected,
+        verdict="FAIL",
+        remedy=remedy,
+        code=code,
+    )
+
+
 def exit_code(rows: Iterable[Row]) -> int:
     """0 without a FAIL; 3 where nodes, network, ports, devices or versions fail; else 2."""
     codes = {row.code for row in rows if row.verdict == "FAIL"}
     return TOPOLOGY if TOPOLOGY in codes else USAGE if codes else DONE
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """The start that is planned, as far as it can be known before it."""
+
+    hosts: tuple[Host, ...]
+    hostfile: str = "hostfile"
+    launcher: str = "accelerate"
+    port: int = 29500
+    cpu: bool = False  # the arm needs no GPU
+    parameters: int | None = None  # of the run's model
+    keep: int | None = None  # checkpoints
+    environ: Mapping[str, str] = field(default_factory=dict)  # that the ranks will get
+
+    @property
+    def first(self) -> str:
+        """The host that holds the master port."""
+        return self.hosts[0].name
+
+    @property
+    def by_pdsh(self) -> bool:
+        """Whether the first host starts the others through pdsh."""
+        return len(self.hosts) > 1 and self.launcher in ("deepspeed", "accelerate-pdsh")
+
+    @property
+    def sync(self) -> str:
+        """The remedy for whatever differs between checkouts and environments."""
+        return f"octet sync --hostfile {shlex.quote(self.hostfile)}"
+
+    def slots(self, node: str) -> int:
+        """Ranks on a node."""
+        return next(host.slots for host in self.hosts if host.name == node)
 
 
 def majority(values: Mapping[str, str]) -> str:
@@ -42,25 +116,12 @@ def majority(values: Mapping[str, str]) -> str:
     return max(values.values(), key=lambda value: counts[value])  # the first of equals
 
 
-def merged(rows: Sequence[Row], hosts: Sequence[str]) -> list[Row]:
-    """Rows that differ in the node alone become one, so that many nodes fit on a screen."""
-    checks = list(dict.fromkeys(row.check for row in rows))
-    together: dict[Row, list[str]] = {}
-    for row in sorted(rows, key=lambda row: checks.index(row.check)):
-        together.setdefault(replace(row, node=""), []).append(row.node)
-    away = {row.node for row in rows if row.check == "ssh" and row.verdict != "ok"}
-    return [replace(row, node=nodes_text(nodes, hosts, away)) for row, nodes in together.items()]
-
-
-def nodes_text(nodes: Sequence[str], hosts: Sequence[str], away: Set[str] = frozenset()) -> str:
-    """Names of nodes for one cell; `away` did not answer."""
-    if len(hosts) > 1 and set(nodes) == set(hosts):
-        return "all"
-    if len(nodes) > 1 and set(nodes) == set(hosts) - away:
-        return "all that answer"
-    if len(nodes) > SHOWN:
-        return f"{', '.join(nodes[: SHOWN - 1])} and {len(nodes) - SHOWN + 1} more"
-    return ", ".join(nodes)
+def odd_ones(values: Mapping[str, str]) -> tuple[dict[str, str], str]:
+    """Nodes that differ from most with what they have, and what was expected of them."""
+    common = majority(values)
+    odd = {node: value for node, value in values.items() if value != common}
+    others = [node for node in values if node not in odd]
+    return odd, f"{common}, as on {others[0] if len(others) == 1 else 'all others'}"
 
 
 def many(count: int, what: str) -> str:

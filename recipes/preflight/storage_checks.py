@@ -2,82 +2,70 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from typing import Any
 
 from recipes.outcome import USAGE
-from recipes.preflight.rows import Row, majority, size
-from recipes.preflight.wanted import Facts, Wanted
+from recipes.preflight.rows import (
+    Facts,
+    Row,
+    Wanted,
+    fail,
+    majority,
+    many,
+    ok,
+    size,
+    unchecked,
+    warn,
+)
 
 # Weights and Adam's two moments, each in fp32: what a checkpoint holds of every parameter.
 CHECKPOINT_BYTES = 12
 LOCK_AGE_S = 120.0  # a build may run on a machine outside the hostfile: only old locks are told
+ELSEWHERE = "or name another folder: output_dir=FOLDER"
 
 
 def storage_rows(there: Facts, wanted: Wanted) -> list[Row]:
-    """Run folder, data, locks."""
-    rows = []
-    if any("folder" in found for found in there.values()):
-        rows += folder_rows(there, wanted) + space_rows(there, wanted)
-    if any("data" in found for found in there.values()):
-        rows += data_rows(there)
-    return rows + lock_rows(there)
+    """Run folder and data, where a run file was named, and locks."""
+    named = next(iter(there.values()))
+    rows = lock_rows(there)
+    if "data" in named:
+        rows = data_rows(there) + rows
+    if "folder" in named:
+        rows = folder_rows(there, wanted) + space_rows(there, wanted) + rows
+    return rows
 
 
 def folder_rows(there: Facts, wanted: Wanted) -> list[Row]:
     """Whether every node can write to the run folder, and whether it is one folder."""
     rows = []
-    path = next(f["folder"]["path"] for f in there.values() if "folder" in f)
-    able = [node for node, found in there.items() if not found["folder"].get("error")]
+    able = []
     for node, found in there.items():
-        if error := found["folder"].get("error"):
-            rows.append(
-                Row(
-                    check="run folder",
-                    node=node,
-                    found=error,
-                    expected=f"{path}, writable",
-                    verdict="FAIL",
-                    remedy=f"ssh {node} 'ls -ld {path}; findmnt -T {path}'   "
-                    "# or name another: output_dir=FOLDER",
-                    code=USAGE,
-                )
-            )
+        folder = found["folder"]
+        if error := folder.get("error"):
+            path = shlex.quote(folder["path"])
+            remedy = f"ssh {node} 'ls -ld {path}; findmnt -T {path}'   # {ELSEWHERE}"
+            text = f"{folder['path']}, writable"
+            rows.append(fail("run folder", node, error, text, remedy, USAGE))
         else:
-            speed = f"{size(found['folder']['bytes_per_s'])}/s"
-            rows.append(Row(check="run folder", node=node, found=f"written at {speed}"))
-    if len(there) == 1:
-        return rows
-    seen = {
-        node: found["meet"]["seen"]
-        for node, found in there.items()
-        if "seen" in (found.get("meet") or {})
-    }
-    first = wanted.hosts[0].name
-    base = first if first in able else (able[0] if able else "")
-    for node in there:
-        if node == base or node not in able:
-            continue
-        # Both ways: a node that can't read the first one's files, or whose files the first misses.
-        if node not in seen or base not in seen:
-            why = "the nodes did not meet"
-            rows.append(Row(check="shared folder", node=node, found=why, verdict="not checked"))
-        elif base in seen[node] and node in seen[base]:
-            where = there[node]["folder"]["filesystem"]
-            rows.append(Row(check="shared folder", node=node, found=where))
-        else:
-            rows.append(
-                Row(
-                    check="shared folder",
-                    node=node,
-                    found=f"not the folder of {base} ({there[node]['folder']['filesystem']})",
-                    expected=f"{path} on shared storage",
-                    verdict="FAIL",
-                    remedy=f"ssh {node} df -h {path}   # or name a shared one: output_dir=FOLDER",
-                    code=USAGE,
-                )
-            )
-    return rows
+            able.append(node)
+            rows.append(ok("run folder", node, f"written at {size(folder['bytes_per_s'])}/s"))
+    base = wanted.first if wanted.first in able else next(iter(able), "")
+    return rows + [_shared_row(node, base, there) for node in able if node != base]
+
+
+def _shared_row(node: str, base: str, there: Facts) -> Row:
+    """Both ways: a node that can't read the base's files, or whose files the base misses."""
+    check, folder = "shared folder", there[node]["folder"]
+    seen = [(there[name].get("meet") or {}).get("seen") for name in (node, base)]
+    if seen[0] is None or seen[1] is None:
+        return unchecked(check, node, "the nodes did not meet")
+    if base in seen[0] and node in seen[1]:
+        return ok(check, node, folder["filesystem"])
+    found = f"not the folder of {base} ({folder['filesystem']})"
+    remedy = f"ssh {node} df -h {shlex.quote(folder['path'])}   # {ELSEWHERE}"
+    return fail(check, node, found, f"{folder['path']} on shared storage", remedy, USAGE)
 
 
 def checkpoint_need(parameters: int, keep: int, present: int) -> int:
@@ -95,96 +83,55 @@ def space_rows(there: Facts, wanted: Wanted) -> list[Row]:
         free = folder["free_bytes"]
         if wanted.parameters is None or wanted.keep is None:
             why = f"{size(free)}; the model's size is not known"
-            rows.append(Row(check="free space", node=node, found=why, verdict="not checked"))
+            rows.append(unchecked("free space", node, why))
             continue
         need = checkpoint_need(wanted.parameters, wanted.keep, folder.get("checkpoints", 0))
-        what = f"{size(need)} for {wanted.keep} checkpoints and the next"
-        enough = free >= need
-        rows.append(
-            Row(
-                check="free space",
-                node=node,
-                found=size(free),
-                expected=what,
-                verdict="ok" if enough else "FAIL",
-                remedy=""
-                if enough
-                else f"ssh {node} df -h {folder['path']}   # make room, or name another "
-                "folder: output_dir=FOLDER",
-                code=USAGE,
-            )
-        )
+        expected = f"{size(need)} for {wanted.keep} checkpoints and the next"
+        about = ("free space", node, size(free), expected)
+        remedy = f"ssh {node} df -h {shlex.quote(folder['path'])}   # make room, {ELSEWHERE}"
+        rows.append(ok(*about) if free >= need else fail(*about, remedy, USAGE))
     return rows
 
 
 def data_rows(there: Facts) -> list[Row]:
     """The data that the run file names, present and the same on every node."""
     rows = []
-    count = len(next(iter(there.values()))["data"])
-    for index in range(count):
-        entries = {node: found["data"][index] for node, found in there.items()}
-        rows += _one_source(entries)
+    for index in range(len(next(iter(there.values()))["data"])):
+        rows += _source_rows({node: found["data"][index] for node, found in there.items()})
     return rows
 
 
-def _one_source(entries: Mapping[str, Mapping[str, Any]]) -> list[Row]:
-    rows = []
-    texts = {node: _text(entry) for node, entry in entries.items()}
+def _source_rows(entries: Mapping[str, Mapping[str, Any]]) -> list[Row]:
     common = majority({n: str(e.get("digest", "")) for n, e in entries.items()})
     usual = next(n for n, e in entries.items() if str(e.get("digest", "")) == common)
+    rows = []
     for node, entry in entries.items():
         what = entry["what"]
-        look = f"ssh {node} ls -l '{what}'"
+        look = f"ssh {node} {shlex.quote(f'ls -l {what}')}"  # that node's shell expands a pattern
+        text = f"{what}: {_counted(entry)}"
         if why := entry.get("unread"):
-            text = f"{what}: {why}"
-            rows.append(Row(check="data", node=node, found=text, verdict="not checked"))
+            rows.append(unchecked("data", node, f"{what}: {why}"))
         elif why := entry.get("unreached"):
-            rows.append(
-                Row(
-                    check="data",
-                    node=node,
-                    found=f"{what} is not reached: {why}",
-                    expected="a connection",
-                    verdict="warn",
-                    remedy=f"ssh {node} curl -sSI {what}   # or export https_proxy, or "
-                    "HF_HUB_OFFLINE=1 with a full cache",
-                )
-            )
+            remedy = f"ssh {node} curl -sSI {what}   # or --env https_proxy, or HF_HUB_OFFLINE=1 "
+            found = f"{what} is not reached: {why}"
+            rows.append(warn("data", node, found, "a connection", f"{remedy}with a full cache"))
         elif entry.get("reached"):
-            rows.append(Row(check="data", node=node, found=f"{what} is reached"))
+            rows.append(ok("data", node, f"{what} is reached"))
+        elif why := entry.get("error"):
+            rows.append(fail("data", node, f"{what}: {why}", "files", look, USAGE))
         elif not entry["count"]:
-            rows.append(
-                Row(
-                    check="data",
-                    node=node,
-                    found=f"{what}: no file",
-                    expected=texts[usual] if entries[usual].get("count") else "files",
-                    verdict="FAIL",
-                    remedy=look,
-                    code=USAGE,
-                )
-            )
+            expected = _counted(entries[usual]) if entries[usual].get("count") else "files"
+            rows.append(fail("data", node, f"{what}: no file", expected, look, USAGE))
         elif entry["digest"] != common:
-            rows.append(
-                Row(
-                    check="data",
-                    node=node,
-                    found=f"{texts[node]}, other names or sizes",
-                    expected=f"{texts[usual]}, as on {usual}",
-                    verdict="FAIL",
-                    remedy=look,
-                    code=USAGE,
-                )
-            )
+            expected = f"{_counted(entries[usual])}, as on {usual}"
+            rows.append(fail("data", node, f"{text}, other names or sizes", expected, look, USAGE))
         else:
-            rows.append(Row(check="data", node=node, found=f"{texts[node]}"))
+            rows.append(ok("data", node, text))
     return rows
 
 
-def _text(entry: Mapping[str, Any]) -> str:
-    if "count" not in entry:
-        return str(entry["what"])
-    return f"{entry['count']} files, {size(entry['bytes'])}"
+def _counted(entry: Mapping[str, Any]) -> str:
+    return f"{many(entry.get('count', 0), 'file')}, {size(entry.get('bytes', 0))}"
 
 
 def lock_rows(there: Facts) -> list[Row]:
@@ -201,22 +148,14 @@ def lock_rows(there: Facts) -> list[Row]:
     for node, found in there.items():
         stale = [path for path, nodes in places.items() if node in nodes]
         for path in stale:
-            remedy = f"ssh {node} rm {path}"
-            if len(places[path]) > 1:
-                nodes = " ".join(places[path])
-                remedy = f"for node in {nodes}; do ssh $node rm -f {path}; done"
-            rows.append(
-                Row(
-                    check="build lock",
-                    node=node,
-                    found=f"{path}, {ages[path] / 60:.0f} minutes old, held by nobody",
-                    expected="none: every later start would wait for it",
-                    verdict="FAIL",
-                    remedy=remedy,
-                )
-            )
+            word, nodes = shlex.quote(path), places[path]
+            remedy = f"ssh {node} rm -f {word}"
+            if len(nodes) > 1:
+                remedy = f"for node in {' '.join(nodes)}; do ssh $node rm -f {word}; done"
+            text = f"{path}, {ages[path] / 60:.0f} minutes old, held by nobody"
+            expected = "none: every later start would wait for it"
+            rows.append(fail("build lock", node, text, expected, remedy))
         if not stale:
             busy = len(found["locks"])
-            text = f"{busy} of builds that run" if busy else "none"
-            rows.append(Row(check="build lock", node=node, found=text))
+            rows.append(ok("build lock", node, f"{busy} of builds that run" if busy else "none"))
     return rows

@@ -1,7 +1,9 @@
 """A rehearsal: every host of a hostfile as a network namespace of this Linux machine.
 
-octet rehearse --hostfile hostfile -- octet launch --hostfile hostfile recipes/runs/stdlib.yaml
-octet rehearse --hostfile hostfile --bandwidth 1gbit -- octet preflight --hostfile hostfile
+    octet rehearse --hostfile hostfile -- octet launch --hostfile hostfile \
+        --config accelerate_configs/local_zero1_bf16.yaml recipes/runs/stdlib.yaml
+    octet rehearse --hostfile hostfile --bandwidth 1gbit -- octet preflight --hostfile hostfile \
+        --config accelerate_configs/local_zero1_bf16.yaml
 
 Hosts have their own name, address, sshd, processes and /dev/shm; they share the file system, as
 with shared storage, except for the folders that `--local` names. Nothing outside is changed, and

@@ -59,12 +59,11 @@ class Fault(RuntimeError):
     """A step that this machine refused; the text is for the user."""
 
 
-def _do(*words: str | Path, descriptors: tuple[int, ...] = ()) -> str:
+def _do(*words: str | Path, descriptors: tuple[int, ...] = ()) -> None:
     told = [str(word) for word in words]
     done = subprocess.run(told, capture_output=True, text=True, pass_fds=descriptors)
     if done.returncode != 0:
         raise Fault(f"`{shlex.join(told)}` failed: {(done.stderr or done.stdout).strip()}")
-    return done.stdout
 
 
 def _mount(*words: str | Path) -> None:

@@ -22,7 +22,7 @@ def plant(faults: set[str]) -> None:
     import torch
     import torch.distributed as dist
 
-    from recipes import measuring
+    from recipes.preflight import measuring
 
     true_mm, true_gather = torch.mm, dist.all_gather_into_tensor
 
