@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import inspect
 import logging
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import fields
@@ -148,8 +149,12 @@ def _asked(args: argparse.Namespace) -> Any:
 
 
 def _write(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()
+    encoding = sys.stdout.encoding  # which may lack a character of the model's
+    try:
+        sys.stdout.write(text.encode(encoding, "replace").decode(encoding))
+        sys.stdout.flush()
+    except OSError:  # the terminal is gone, or Ctrl-C ended `tee` too; the ranks are to save
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def rehearse(words: list[str]) -> int:

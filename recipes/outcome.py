@@ -89,14 +89,14 @@ class Outcome:
         record |= {"pid": os.getpid(), "state": state, "job": os.environ.get("OCTET_JOB")}
         record |= {"exit_code": code, "reason": reason, "consequence": self.consequence}
         record |= {"time": time.time()}
-        if self.folder is not None:
-            path = self.folder / "status" / f"rank-{self.rank}.json"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(record) + "\n", encoding="utf-8")
         if "OCTET_STATUS" in os.environ:
             beside = Path(os.environ["OCTET_STATUS"] + ".partial")
             beside.write_text(json.dumps(record | {"result": self.result}), encoding="utf-8")
             beside.rename(os.environ["OCTET_STATUS"])  # its reader polls
+        if self.folder is not None:
+            path = self.folder / "status" / f"rank-{self.rank}.json"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(record) + "\n", encoding="utf-8")
 
     def __exit__(
         self,
@@ -105,14 +105,14 @@ class Outcome:
         trace: TracebackType | None,
     ) -> bool:
         if error is None:
-            self.write("done", code=DONE)
+            self._end("done")
             return False
         if isinstance(error, SystemExit):
             return False
         self.code = exit_code(error)
         left = self.code == 1 and self.joined and any(text in str(error) for text in PEER_LEFT)
         self.consequence = left or isinstance(error, (PeerError, JoiningError))
-        self.write("stopped" if self.code == STOPPED else "failed", str(error), self.code)
+        self._end("stopped" if self.code == STOPPED else "failed", str(error))
         if left:
             sys.stderr.write(f"\nrank {self.rank}: another rank has left; its message says why\n")
         elif self.code == 1:
@@ -123,6 +123,12 @@ class Outcome:
         elif not isinstance(error, PeerError) and (self.joined or self.local_rank == 0):
             sys.stderr.write(f"\nrank {self.rank}: {error}\n" if self.joined else f"\n{error}\n")
         return True
+
+    def _end(self, state: str, reason: str = "") -> None:
+        try:
+            self.write(state, reason, self.code)
+        except OSError as error:  # a full disk must not hide how the rank ended
+            logger.error("rank %d: its status can't be written: %s", self.rank, error)
 
 
 class StopWish:

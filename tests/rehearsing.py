@@ -181,5 +181,9 @@ def rehearsal(
     read: tuple[Host, ...] = read_hostfile(folder / "hostfile")
     with namespaces.Rehearsal(read, bandwidth=bandwidth, local=local) as inside:
         cluster = Cluster(hosts, folder, inside)
+        startup = Path.home() / ".bashrc"
+        for host in hosts if startup.is_file() else ():
+            # What a developer's shell does at its start (pyenv locks a folder) is none of ours.
+            cluster.ok("mount", "--bind", "/dev/null", str(startup), host=host)
         yield cluster
     assert not cluster.left(), "processes of the rehearsal are left"

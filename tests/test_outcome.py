@@ -97,6 +97,20 @@ def test_a_stop_on_request_is_no_failure(error: Exception, tmp_path: Path) -> No
     assert status(tmp_path, 0)["state"] == "stopped" and status(tmp_path, 0)["exit_code"] == 75
 
 
+def test_a_full_disk_does_not_hide_how_a_rank_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = tmp_path / "told"
+    monkeypatch.setenv("OCTET_STATUS", str(told))
+    (tmp_path / "run").touch()  # no folder: nothing can be written into it
+    with Outcome(rank=0, local_rank=0) as outcome:
+        outcome.folder = tmp_path / "run"
+        raise Stopped("at update 7")
+    assert outcome.code == 75
+    ended = json.loads(told.read_text())
+    assert (ended["state"], ended["exit_code"], ended["reason"]) == ("stopped", 75, "at update 7")
+
+
 # ---- who prints
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import signal
 import threading
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ import pytest
 import rehearsing
 from launching import ROOT, records, status, wait_for
 
+from recipes.cluster.jobfile import job_folder
 from recipes.cluster.launchers import LAUNCHERS
 
 pytestmark = rehearsing.rootful()
@@ -215,7 +217,7 @@ def test_a_crash_starts_again_from_the_checkpoint(
 @pytest.mark.parametrize(
     ("words", "code", "told"),
     [
-        (["--interface", "nosuch0"], 3, "nosuch0"),
+        (["--interface", "eth9"], 3, "no such network interface (NCCL_SOCKET_IFNAME=eth9"),
         (["--port", "29777"], 3, "port 29777 on worker-0 is in use (python"),
         (["optim.lr=fast"], 2, "optim.lr='fast': expected a valid number"),
         (["batch.micro=3"], 2, "batch.micro=3"),
@@ -261,3 +263,7 @@ def test_a_node_that_is_lost_ends_the_job(tmp_path: Path, how: str) -> None:
         assert ended.code == 1, ended.text
         assert "worker-1: " in ended.text.split("stopping")[0]
         wait_for(lambda: quiet(cluster), 60, "the end of the lost node's ranks")
+        [line] = (tmp_path / "run" / "logs" / "attempts.jsonl").read_text().splitlines()
+        left = job_folder(json.loads(line)["job"])
+        assert how == "power" or not left.exists()
+        shutil.rmtree(left, ignore_errors=True)  # without power nobody could, and /tmp is shared

@@ -17,6 +17,7 @@ import psutil
 import pytest
 from launching import ROOT, free_port, wait_for
 
+from recipes.cluster import nodes, remote, supervisor
 from recipes.cluster.hostfile import Host
 from recipes.cluster.jobfile import job_folder, new_job_id
 from recipes.cluster.launchers import Start, read_arm
@@ -35,6 +36,13 @@ HARD = (
     "back\\slash",
     "ünï;&|<>*?",
 )
+
+
+@pytest.fixture(autouse=True)
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A place for temporary files in which nothing may be left."""
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
 
 
 def start(folder: Path, *arguments: str, launcher: str = "torchrun", port: int = 0) -> Start:
@@ -66,6 +74,7 @@ def run(folder: Path, *arguments: str, launcher: str = "torchrun", **more: Any) 
         echo=told.append,
     )
     assert not left(job_id)
+    assert not list((folder / "tmp").glob("*"))
     assert report.logs == folder / "logs" / job_id
     (folder / "told").write_text("".join(told))
     return report
@@ -116,7 +125,7 @@ def test_arguments_and_variables_reach_every_rank_unharmed(
         (("1=kill", "0=stay"), 137, 1, "localhost rank 1 failed first: killed by SIGKILL"),
         (("0=usage", "1=peer"), 2, 0, "rank 0 failed first: exit 2: optim.lr='fast'"),
         (("0=peer", "1=numbers"), 4, 1, "rank 1 failed first: exit 4: loss is nan"),
-        (("1=exit0",), 1, None, "localhost rank 1 ended with 0 but without its end marker"),
+        (("1=exit0", "0=stay"), 1, 1, "localhost rank 1 ended with 0 but without its end marker"),
         (("0=child", "1=stay"), 137, 0, "killed by SIGKILL"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, tuple) else None,
@@ -174,6 +183,109 @@ def test_a_port_that_is_used_stops_before_anything_starts(tmp_path: Path) -> Non
     assert f"pid {os.getpid()}" in text
     assert "--port" in text
     assert not list(tmp_path.glob("seen-*"))
+
+
+def test_an_agent_that_is_killed_leaves_no_rank_behind(tmp_path: Path) -> None:
+    """Its launcher dies with it; DeepSpeed's has a child that would go on, and keep its ranks."""
+
+    def kill() -> None:
+        wait_for(lambda: len(list(tmp_path.glob("waiting-*"))) == 2, 60, "the ranks' start")
+        for process in psutil.Process().children():
+            if "recipes.cluster.agent" in process.cmdline():
+                process.kill()
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    report = run(tmp_path, "0=stay", "1=stay", launcher="deepspeed")
+    thread.join()
+    assert (report.code, report.cause) == (1, "localhost: connection lost (closed)")
+
+
+# ---- without a launcher
+
+
+@pytest.fixture()
+def plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plain launcher of the tests in a real one's place: it starts in no time."""
+    script = ROOT / "tests" / "drivers" / "plain_launcher.py"
+    monkeypatch.setattr(
+        supervisor,
+        "commands",
+        lambda s: {"localhost": [sys.executable, str(script), "2", str(s.script), *s.arguments]},
+    )
+
+
+@pytest.mark.usefixtures("plain")
+def test_a_terminal_that_takes_no_text_does_not_hold_up_the_watch(tmp_path: Path) -> None:
+    over = threading.Event()
+    job_id = new_job_id()
+
+    def release() -> None:
+        wait_for(lambda: len(list(tmp_path.glob("seen-*"))) == 2, 30, "the ranks' start")
+        wait_for(lambda: not left(job_id), 30, "the end of the job")
+        over.set()
+
+    thread = threading.Thread(target=release)
+    thread.start()
+    began = time.monotonic()
+    report = supervise(
+        start(tmp_path),
+        job_id=job_id,
+        env={},
+        logs=tmp_path / "logs",
+        working_dir=tmp_path,
+        echo=lambda text: over.wait(30) and None,
+    )
+    thread.join()
+    assert report.code == 0
+    assert time.monotonic() - began < 20
+
+
+@pytest.mark.usefixtures("plain")
+def test_an_interrupt_while_nodes_are_opened_starts_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "node_command", lambda module: "sleep 60")
+    timer = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    began = time.monotonic()
+    report = run(tmp_path)
+    assert (report.code, report.interrupted, report.ends) == (130, True, {})
+    assert time.monotonic() - began < 15
+    assert not list(tmp_path.glob("seen-*"))
+
+
+@pytest.mark.usefixtures("plain")
+@pytest.mark.parametrize("step", ["greet", "prepare"])
+def test_an_agent_that_dies_at_the_start_is_told(
+    tmp_path: Path, step: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = getattr(nodes, step)
+
+    def then_die(agents: list[nodes.Node], *more: Any) -> Any:
+        found = real(agents, *more)
+        agents[0].process.kill()
+        agents[0].process.wait()
+        return found
+
+    monkeypatch.setattr(nodes, step, then_die)
+    if step == "greet":
+        with pytest.raises(TopologyError, match="localhost: exit code -9"):
+            run(tmp_path)
+    else:
+        report = run(tmp_path)
+        assert (report.code, report.cause) == (1, "localhost: connection lost (closed)")
+
+
+def test_under_nohup_a_closed_terminal_is_no_wish() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with supervisor._stop_signals() as wishes:
+            os.kill(os.getpid(), signal.SIGHUP)
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert wishes == [signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_without_its_head_the_job_saves_and_ends(tmp_path: Path) -> None:

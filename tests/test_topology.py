@@ -21,7 +21,7 @@ from recipes.engine.topology import (
     read_launch,
     refuse,
 )
-from recipes.outcome import NumbersError, PeerError, Stopped, TopologyError
+from recipes.outcome import JoiningError, NumbersError, PeerError, Stopped, TopologyError
 
 HOSTS = (Host(name="worker-0", slots=4), Host(name="worker-1", slots=4))
 ENVIRON = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8"}
@@ -108,6 +108,26 @@ def test_an_environment_that_differs_is_told_by_name_and_rank() -> None:
         "the ranks were started with different environments:\n"
         "  NCCL_DEBUG: one value on ranks 0, 2, another on rank 1; set the same on every node"
     )
+
+
+# ---- ranks that don't meet
+
+
+@pytest.mark.parametrize(
+    ("said", "likely"),
+    [
+        ("The server socket has failed to listen", "another job uses this port"),
+        ("Unable to find address for: eth9", "no such network interface (GLOO_SOCKET_IFNAME=eth9)"),
+    ],
+)
+def test_ranks_that_do_not_meet_are_told_why(said: str, likely: str) -> None:
+    environ = {"MASTER_ADDR": "worker-0", "MASTER_PORT": "29500", "GLOO_SOCKET_IFNAME": "eth9"}
+    with pytest.raises(JoiningError) as caught, topology.joining(environ):
+        raise RuntimeError(said)
+    assert f"did not come together at worker-0:29500: {said}" in str(caught.value)
+    assert likely in str(caught.value)
+    with pytest.raises(TopologyError, match="^as it is$"), topology.joining(environ):
+        raise TopologyError("as it is")
 
 
 # ---- the device

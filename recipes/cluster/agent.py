@@ -15,7 +15,7 @@ ranks save, then ends everything by itself.
 
 from __future__ import annotations
 
-import json
+import fcntl
 import os
 import signal
 import socket
@@ -29,37 +29,29 @@ from typing import Any
 import psutil
 
 from recipes.cluster.channel import Channel, ChannelClosed
-from recipes.cluster.jobfile import JobFile, from_json
+from recipes.cluster.jobfile import from_json
 from recipes.cluster.launchers import launcher_environment
 from recipes.cluster.rank import die_with
+from recipes.cluster.watch import Watch, tail_of
+from recipes.cluster.ways import route
 
 POLL_S = 0.2
-TAIL_BYTES = 4000  # of a log, told with a failure
 
 
-def facts(hosts: list[str]) -> dict[str, Any]:
-    """What this node sees of the others: addresses, and the way to them.
-
-    `source` is the own address on the way to a host, `interface` the interface that bears it.
-    """
-    names = {
-        address.address: name
-        for name, many in psutil.net_if_addrs().items()
-        for address in many
-        if address.family == socket.AF_INET
-    }
+def ways_to(hosts: list[str]) -> dict[str, Any]:
+    """How this node reaches the others: `address`, own `source` address and `interface`."""
     ways: dict[str, Any] = {}
     for host in hosts:
         try:
             address = socket.gethostbyname(host)
-            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-                probe.connect((address, 9))  # sends nothing; it only asks for the route
-                source = probe.getsockname()[0]
         except OSError as error:
             ways[host] = {"error": f"{host}: {error.strerror or error}"}
             continue
-        ways[host] = {"address": address, "source": source, "interface": names.get(source)}
-    return {"hostname": socket.gethostname(), "ways": ways}
+        way = route(address)
+        ways[host] = (
+            {"error": f"{host}: {way['error']}"} if "error" in way else {"address": address} | way
+        )
+    return ways
 
 
 def port_in_use(port: int) -> str:
@@ -74,99 +66,25 @@ def port_in_use(port: int) -> str:
             return ""
     for connection in psutil.net_connections("tcp"):
         if connection.laddr.port == port and connection.status == psutil.CONN_LISTEN:
-            name = psutil.Process(connection.pid).name() if connection.pid else "another user"
-            reason = f"{name}, pid {connection.pid or '?'}"
+            reason = "another user, pid ?"
+            with suppress(psutil.Error):  # it may end meanwhile
+                if connection.pid:
+                    reason = f"{psutil.Process(connection.pid).name()}, pid {connection.pid}"
     return f"port {port} on {socket.gethostname()} is in use ({reason})"
 
 
-def tail_of(log: Path) -> str:
-    """The last lines of a log."""
+def lock(path: Path) -> None:
+    """Lock a file or folder as long as this process lives, where its file system can.
+
+    Raises:
+        BlockingIOError: another process has locked it.
+    """
+    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR | os.O_CREAT, 0o666)
     try:
-        with log.open("rb") as file:
-            file.seek(max(0, log.stat().st_size - TAIL_BYTES))
-            return file.read().decode(errors="replace")
-    except OSError:
-        return ""
-
-
-class Watch:
-    """The ranks of this node, by the notes in the job's folder."""
-
-    def __init__(self, job: JobFile, name: str, markers: Path) -> None:
-        self.job, self.name, self.markers = job, name, markers
-        self.started: dict[int, dict[str, Any]] = {}
-        self.ended: dict[int, dict[str, Any]] = {}
-        self._signalled: set[int] = set()
-        self._read = 0  # bytes of rank 0's log that were sent
-
-    def news(self) -> list[dict[str, Any]]:
-        """What happened since the last call, as events."""
-        events = []
-        for rank in self.job.ranks_of(self.name):
-            if rank in self.ended:
-                continue
-            try:
-                record = json.loads((self.markers / f"rank-{rank}.json").read_text())
-            except OSError:
-                continue
-            if rank not in self.started:
-                self.started[rank] = record
-                events.append({"started": record})
-            if record["code"] is not None:
-                self.ended[rank] = record
-                tail = tail_of(Path(record["log"])) if record["code"] else ""
-                events.append({"ended": record | {"status": self._status(rank), "tail": tail}})
-        text = self._text()
-        return [{"text": text}, *events] if text else events
-
-    def _status(self, rank: int) -> dict[str, Any] | None:
-        try:
-            return json.loads((self.markers / f"rank-{rank}.status").read_text())
-        except OSError:
-            return None
-
-    def _text(self) -> str:
-        """What rank 0 wrote to its log since the last call, whole lines."""
-        if 0 not in self.started:
-            return ""
-        with Path(self.started[0]["log"]).open("rb") as log:
-            log.seek(self._read)
-            chunk = log.read()
-        if 0 not in self.ended:
-            chunk = chunk[: chunk.rfind(b"\n") + 1]
-        self._read += len(chunk)
-        return chunk.decode(errors="replace")
-
-    def signal_ranks(self) -> None:
-        """Ask this node's ranks to save and end, each once; those that start later too."""
-        for rank in self.started.keys() - self.ended.keys() - self._signalled:
-            self._signalled.add(rank)
-            with suppress(ProcessLookupError):
-                os.kill(self.started[rank]["pid"], signal.SIGTERM)
-
-    def processes(self) -> list[psutil.Process]:
-        """Every process of this job on this node, whoever started it."""
-        mine, found = os.getpid(), []
-        for process in psutil.process_iter():
-            try:
-                if process.pid == mine or process.uids().real != os.getuid():
-                    continue
-                named = any(str(self.job.folder) in word for word in process.cmdline())
-                if named or process.environ().get("OCTET_JOB") == self.job.job:
-                    found.append(process)
-            except psutil.Error:
-                continue
-        return found
-
-    def kill(self) -> list[str]:
-        """End them all; returns what would not end."""
-        for wait_s in (1.0, 2.0, 4.0):  # a process may be starting another one meanwhile
-            victims = self.processes()
-            for process in victims:
-                with suppress(psutil.Error):
-                    process.kill()
-            psutil.wait_procs(victims, timeout=wait_s)
-        return [f"pid {p.pid} {p.name()}" for p in self.processes()]
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if isinstance(error, BlockingIOError):
+            raise
 
 
 class Agent:
@@ -204,7 +122,7 @@ class Agent:
             return True
         if "hello" in order:
             self.name = order["hello"]["name"]
-            self.channel.send(hello=facts(order["hello"]["hosts"]))
+            self.channel.send(hello={"ways": ways_to(order["hello"]["hosts"])})
         elif "job" in order:
             self._prepare(order)
         elif "go" in order:
@@ -219,14 +137,28 @@ class Agent:
 
     def _prepare(self, order: dict[str, Any]) -> None:
         job = from_json(order["job"])
+        first, logs = order["port"] is not None, Path(job.logs)
         faults = []
-        if order["port"] is not None and (used := port_in_use(order["port"])):
+        if first and (used := port_in_use(order["port"])):
             faults.append(f"{used}; end that, or choose another one with --port")
         if not Path(job.working_dir).is_dir():
             faults.append(f"{self.name} has no {job.working_dir}; run octet sync, or share it")
         try:
-            Path(job.logs).mkdir(parents=True, exist_ok=True)
+            logs.mkdir(parents=True, exist_ok=True)
+            if first:
+                lock(logs.parent / "lock")
+        except BlockingIOError:
+            faults.append(
+                f"another job is running that writes to {logs.parent}; end that, or choose another "
+                "folder (output_dir=)"
+            )
+        except OSError as error:
+            faults.append(f"{self.name}: {error}")
+        try:
             self.watch = Watch(job, self.name, job.write(self.name))
+            # The ranks end with this lock; and systemd leaves what is locked when it tidies /tmp.
+            with suppress(BlockingIOError):  # by an agent before this one, or its ranks
+                lock(self.watch.markers)
         except (OSError, ValueError) as error:
             faults.append(f"{self.name}: {error}")
         self.channel.send(**({"refused": faults} if faults else {"ready": True}))
@@ -237,15 +169,14 @@ class Agent:
         if order["go"] is None:
             return
         job, own_pid = self.watch.job, os.getpid()
-        accelerator = {k: job.env[k] for k in ("DS_ACCELERATOR",) if k in job.env}
-        env = (
-            launcher_environment(os.environ)
-            | accelerator
-            | {
-                "DS_ENV_FILE": str(job.folder / "deepspeed_env"),  # no other file is merged then
-                "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(int(self.limits["grace_s"])),
-            }
-        )
+        env = launcher_environment(os.environ)
+        env |= {k: job.env[k] for k in ("DS_ACCELERATOR",) if k in job.env}
+        env |= {"OCTET_TMPDIR": env["TMPDIR"]} if "TMPDIR" in env else {}
+        env |= {
+            "DS_ENV_FILE": str(job.folder / "deepspeed_env"),  # no other file is merged then
+            "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(int(self.limits["grace_s"])),
+            "TMPDIR": str(job.folder),  # torch's launcher leaves folders behind
+        }
         with self._launcher_log().open("ab") as log:
             self.launcher = subprocess.Popen(
                 order["go"],
@@ -262,12 +193,10 @@ class Agent:
         return Path(self.watch.job.logs) / f"launcher.{self.name}.log"
 
     def _kill(self) -> list[str]:
-        left = self.watch.kill() if self.watch is not None else []
-        if self.launcher is not None:
-            self.launcher.wait()
-        if self.watch is not None:
-            self.watch.news()
-            self.watch.job.remove()
+        if self.watch is None:
+            return []
+        left = self.watch.kill()
+        self.watch.job.remove(self.name)
         return left
 
     def _end_alone(self) -> None:
@@ -275,7 +204,7 @@ class Agent:
         if self.watch is not None:
             end = time.monotonic() + self.limits["grace_s"]
             self.watch.news()
-            while time.monotonic() < end and self.watch.started.keys() - self.watch.ended.keys():
+            while time.monotonic() < end and self.watch.saving():
                 self.watch.signal_ranks()
                 time.sleep(POLL_S)
                 self.watch.news()
@@ -293,4 +222,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    os._exit(code)  # in order, Python would wait for the thread that reads stdin, and abort

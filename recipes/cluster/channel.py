@@ -17,46 +17,58 @@ class ChannelClosed(Exception):
 
 
 class Channel:
-    """Messages of JSON, one a line; the other side is lost when it closes or falls silent."""
+    """Messages of JSON, one a line; the other side is lost when it closes or falls silent.
+
+    Beats come and go in threads: a side that is busy, with a slow file system or a terminal that
+    takes no more text, is not silent.
+    """
 
     def __init__(self, source: IO[bytes], sink: IO[bytes]) -> None:
-        self._sink = sink
-        self._inbox: queue.Queue[dict[str, Any] | None] = queue.Queue()
-        self.heard = self._sent = time.monotonic()
+        self._sink, self._sending = sink, threading.Lock()
+        self._inbox: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        self.heard = time.monotonic()  # when a line came last
         threading.Thread(target=self._read, args=(source,), daemon=True).start()
+        threading.Thread(target=self._beat, daemon=True).start()
 
     def _read(self, source: IO[bytes]) -> None:
         for line in source:
+            self.heard = time.monotonic()
             with suppress(ValueError):  # a login script may print before us
-                self._inbox.put(json.loads(line))
+                message = json.loads(line)
+                if isinstance(message, dict) and "beat" not in message:
+                    self._inbox.put(message)
         self._inbox.put(None)
+
+    def _beat(self) -> None:
+        with suppress(ChannelClosed):
+            while True:
+                time.sleep(BEAT_S)
+                self.send(beat=True)
 
     def send(self, **message: Any) -> None:
         """Send one message.
 
         Raises:
-            ChannelClosed: the other side has closed.
+            ChannelClosed: the other side, or this one, has closed.
         """
         try:
-            self._sink.write(json.dumps(message).encode() + b"\n")
-            self._sink.flush()
-        except OSError as error:
+            with self._sending:
+                self._sink.write(json.dumps(message).encode() + b"\n")
+                self._sink.flush()
+        except (OSError, ValueError) as error:
             raise ChannelClosed(str(error)) from error
-        self._sent = time.monotonic()
 
     def receive(self, wait_s: float) -> dict[str, Any] | None:
-        """The next message, None when none came in time; beats both ways are handled here.
+        """The next message, None when none came in time.
 
         Raises:
             ChannelClosed: the other side has closed.
         """
-        if time.monotonic() - self._sent > BEAT_S:
-            self.send(beat=True)
         try:
             message = self._inbox.get(timeout=wait_s)
         except queue.Empty:
             return None
         if message is None:
+            self._inbox.put(None)  # whoever asks again
             raise ChannelClosed("the channel was closed")
-        self.heard = time.monotonic()
-        return None if message == {"beat": True} else message
+        return message

@@ -7,7 +7,6 @@ standard library alone; this module writes it.
 
 from __future__ import annotations
 
-import getpass
 import json
 import os
 import secrets
@@ -25,8 +24,8 @@ def new_job_id() -> str:
 
 
 def job_folder(job: str) -> Path:
-    """A job's private folder, at the same path on every node."""
-    return Path(f"/tmp/octet-{getpass.getuser()}-{job}")
+    """A job's private folder, at the same path on every node, whoever the user is there."""
+    return Path(f"/tmp/octet-{job}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,11 +71,15 @@ class JobFile:
         found = self.folder.lstat()
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
             raise ValueError(f"{self.folder} belongs to somebody else; remove it")
-        self._put(host, "job.json", json.dumps(asdict(self)))
-        self._put(host, "hostfile", _hostfile(self.hosts))
-        self._put(host, "launcher_hostfile", _hostfile(self.slots))
         markers = self.folder / host
-        markers.mkdir(mode=0o700, exist_ok=True)
+        try:
+            markers.mkdir(mode=0o700, exist_ok=True)
+            self._put(host, "job.json", json.dumps(asdict(self)))
+            self._put(host, "hostfile", _hostfile(self.hosts))
+            self._put(host, "launcher_hostfile", _hostfile(self.slots))
+        except OSError:  # the disk is full, say
+            self.remove(host)
+            raise
         return markers
 
     def _put(self, host: str, name: str, text: str) -> None:
@@ -86,9 +89,11 @@ class JobFile:
             file.write(text)
         beside.rename(self.folder / name)
 
-    def remove(self) -> None:
-        """Delete the folder: the job is over on every node."""
-        shutil.rmtree(self.folder, ignore_errors=True)
+    def remove(self, host: str) -> None:
+        """Delete the node's part of the folder, and the rest with the last part."""
+        shutil.rmtree(self.folder / host, ignore_errors=True)
+        if not any((self.folder / name).exists() for name, _ in self.hosts):
+            shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def _hostfile(hosts: tuple[tuple[str, int], ...]) -> str:

@@ -76,9 +76,14 @@ def launch(asked: Asked, wishes: Wishes, echo: Callable[[str], None]) -> int:
     for note in [*told, *held_back(os.environ, asked.env)]:
         logger.info("note: %s", note)
     reports: list[Report] = []
+    earlier = _recorded(ready)
 
     def once() -> Report:
-        reports.append(_attempt(ready, wishes, len(reports) + 1, echo))
+        # What the first attempt saved must not be deleted by the second; but if the first did not
+        # come to delete an earlier run, the second must not go on with that.
+        again = bool(reports) and (earlier is None or _recorded(ready) != earlier)
+        fresh = wishes.fresh and not again
+        reports.append(_attempt(ready, wishes, fresh, len(reports) + 1, echo))
         return reports[-1]
 
     def again(state: RetryCallState) -> None:
@@ -95,12 +100,22 @@ def launch(asked: Asked, wishes: Wishes, echo: Callable[[str], None]) -> int:
     return report.code
 
 
-def _attempt(ready: Ready, wishes: Wishes, number: int, echo: Callable[[str], None]) -> Report:
+def _recorded(ready: Ready) -> tuple[int, int] | None:
+    """By what a start's record in the run folder differs from a later one; None if none is seen."""
+    assert ready.run is not None
+    try:
+        found = (ready.run.folder / "run.json").stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns
+
+
+def _attempt(
+    ready: Ready, wishes: Wishes, fresh: bool, number: int, echo: Callable[[str], None]
+) -> Report:
     assert ready.run is not None
     job_id = new_job_id()
     logs = ready.run.folder.absolute() / "logs"
-    # What the first attempt saved must not be deleted by the second.
-    fresh = wishes.fresh and number == 1
     start = _start(ready, job_folder(job_id) / "hostfile", fresh=fresh)
     began = time.time()
     logger.info(
@@ -127,9 +142,12 @@ def _attempt(ready: Ready, wishes: Wishes, number: int, echo: Callable[[str], No
         report = Report(code=1, cause=str(error), job_id=job_id, logs=logs / job_id)
     record = {"job": job_id, "attempt": number, "began": began, "ended": time.time()}
     record |= {"code": report.code, "cause": report.cause}
-    logs.mkdir(parents=True, exist_ok=True)
-    with (logs / "attempts.jsonl").open("a", encoding="utf-8") as file:
-        file.write(json.dumps(record) + "\n")
+    try:
+        logs.mkdir(parents=True, exist_ok=True)
+        with (logs / "attempts.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+    except OSError as error:  # a login node may not share the run folder
+        logger.warning("note: this attempt is not recorded: %s", error)
     tell(report)
     return report
 
@@ -139,8 +157,10 @@ def tell(report: Report) -> None:
     if report.code == DONE:
         logger.info("every rank left its end marker; its logs: %s", report.logs)
         return
-    logger.error("\n%s", report.cause)
-    first = report.first
+    first, cause = report.first, report.cause
+    if first is not None and first.reason and first.reason in first.tail:
+        cause = cause.removesuffix(f": {first.reason}")  # the log says it
+    logger.error("\n%s", cause)
     if first is not None and first.tail.strip():
         logger.error("its log ends with:\n%s", first.tail.strip())
     failed = [end for end in report.ends.values() if end.code not in (DONE, STOPPED)]

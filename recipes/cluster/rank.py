@@ -10,11 +10,13 @@ Launchers report a signal's death in their own ways, or as success; the note say
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from types import FrameType
@@ -32,6 +34,20 @@ def die_with(parent: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+def die_with_lock(folder: Path) -> None:
+    """Kill this process when the agent is gone, which locks its folder as long as it lives.
+
+    The kernel's own notice reaches the launcher; DeepSpeed's has children that outlive it.
+    """
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        fcntl.flock(descriptor, fcntl.LOCK_SH)  # waits
+        os.kill(os.getpid(), signal.SIGKILL)
+    # Else there is no lock: the agent's file system knows none.
+
+
 def note(path: Path, record: dict[str, Any]) -> None:
     """Write a marker that its reader never sees half of."""
     beside = path.with_suffix(".partial")
@@ -43,6 +59,9 @@ def environment(job: dict[str, Any], host: str, slots: int) -> dict[str, str]:
     """The rank's environment: the launcher's variables, then the job's, which win."""
     own = dict(os.environ)
     own.pop("PYTHONPATH", None)  # the launchers add their working directory
+    before = own.pop("OCTET_TMPDIR", "")
+    if job["job"] in own.get("TMPDIR", ""):  # the launcher's files go into the job's folder
+        own |= {"TMPDIR": before or "/tmp"}
     own["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // slots))
     return own | job["env"] | job["node_env"].get(host, {}) | {"OCTET_JOB": job["job"]}
 
@@ -63,6 +82,7 @@ def main(argv: list[str]) -> int:
     log = Path(job["logs"]) / f"rank-{rank}.{host}.log"
     own_pid = os.getpid()
     die_with(os.getppid())
+    threading.Thread(target=die_with_lock, args=(marker.parent,), daemon=True).start()
     children: list[subprocess.Popen[bytes]] = []
 
     def forward(number: int, frame: FrameType | None) -> None:

@@ -7,6 +7,7 @@ both over.
 from __future__ import annotations
 
 import json
+import math
 import os
 import shlex
 import socket
@@ -22,11 +23,13 @@ import psutil
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = Path(sys.executable)  # not resolved: the venv's own, whose folder holds the launchers
-# Without them a host that is switched off, or a password prompt, would hold up everything.
+# Without them a host that is switched off, or a password prompt, would hold up everything. (And a
+# connection that ssh keeps open for later calls would keep our pipe to its stderr open.)
 SSH_OPTIONS = (
-    *("-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10"),
-    *("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3"),
+    *("-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ControlMaster=no"),
+    *("-o", "ServerAliveInterval=5"),
 )
+SILENCE_S = 15.0  # after which ssh gives up
 # What ssh and the remote shell say, and what it means; the first that fits is told.
 _REASONS = (
     ("could not resolve hostname", "its name does not resolve; add it to /etc/hosts or DNS"),
@@ -34,7 +37,7 @@ _REASONS = (
     ("connection refused", "nothing listens there; start sshd on it"),
     ("no route to host", "no route leads there; is it switched on, is the address right?"),
     ("timed out", "it does not answer; is it switched on, does a firewall drop port 22?"),
-    ("permission denied", "ssh asks for a password; run ssh-copy-id {host}"),
+    ("permission denied (", "ssh asks for a password; run ssh-copy-id {host}"),
     ("host key verification failed", "its host key is not known; run ssh {host} once"),
     (f"cd: {ROOT}", f"there is no checkout at {ROOT} there; run octet sync"),
     (f"{ROOT}: no such file", f"there is no checkout at {ROOT} there; run octet sync"),
@@ -64,31 +67,35 @@ def is_this_machine(host: str) -> bool:
     return bool(found & own)
 
 
-def ssh_words(host: str, command: str) -> list[str]:
+def ssh_words(host: str, command: str, silence_s: float = SILENCE_S) -> list[str]:
     """The ssh call that runs a shell command on a host, without asking anything."""
-    return ["ssh", *SSH_OPTIONS, host, command]
+    silence = ("-o", f"ServerAliveCountMax={math.ceil(silence_s / 5)}")
+    return ["ssh", *SSH_OPTIONS, *silence, host, command]
 
 
 def node_command(module: str) -> str:
-    """The shell command that runs a module of this package from the checkout."""
-    return f"cd {shlex.quote(str(ROOT))} && exec {shlex.quote(str(PYTHON))} -m {module}"
+    """The shell command that runs a module of this package from the checkout.
+
+    The empty line ends what a login script may have printed without ending the line.
+    """
+    return f"cd {shlex.quote(str(ROOT))} && echo && exec {shlex.quote(str(PYTHON))} -m {module}"
 
 
 def start_module(
-    host: str, module: str, *, always_ssh: bool = False, errors: int = subprocess.PIPE
+    host: str, module: str, *, always_ssh: bool = False, silence_s: float = SILENCE_S
 ) -> subprocess.Popen[bytes]:
-    """Start a module on a host, its stdin and stdout as pipes.
+    """Start a module on a host, with pipes.
 
     A session of its own keeps a terminal's Ctrl-C from it: the caller decides what that means.
     """
     words = ["sh", "-c", node_command(module)]
     if always_ssh or not is_this_machine(host):
-        words = ssh_words(host, node_command(module))
+        words = ssh_words(host, node_command(module), silence_s)
     return subprocess.Popen(
         words,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        stderr=errors,
+        stderr=subprocess.PIPE,
         start_new_session=True,
         env=os.environ | {"LC_ALL": "C"},  # the reasons are matched by their English words
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from recipes.cluster.environment import differing, fingerprint
+from recipes.cluster.environment import INTERFACE_VARIABLES, differing, fingerprint
 from recipes.cluster.hostfile import Host
 from recipes.outcome import JoiningError, TopologyError
 
@@ -175,10 +176,16 @@ def joining(environ: Mapping[str, str]) -> Iterator[None]:
         raise
     except RuntimeError as error:
         place = f"{environ.get('MASTER_ADDR', '?')}:{environ.get('MASTER_PORT', '?')}"
+        said = " ".join(str(error).split())[:300]
+        likely = (
+            "another job uses this port (choose one with --main_process_port or --master_port); or "
+            "a rank ended at once; or the address is not reachable"
+        )
+        if re.search("unable to find address for|no socket interface found", said, re.IGNORECASE):
+            names = [f"{k}={environ[k]}" for k in INTERFACE_VARIABLES if environ.get(k)]
+            likely = f"{socket.gethostname()} has no such network interface ({', '.join(names)})"
         raise JoiningError(
-            f"the ranks did not come together at {place}: {' '.join(str(error).split())[:300]}\n"
-            "likely reason: another job uses this port (choose one with --main_process_port or "
-            "--master_port); or a rank ended at once; or the address is not reachable"
+            f"the ranks did not come together at {place}: {said}\nlikely reason: {likely}"
         ) from error
 
 
