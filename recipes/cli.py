@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import io
 import logging
 import os
 import sys
@@ -24,6 +25,9 @@ from recipes.outcome import TopologyError, exit_code
 def main(argv: list[str] | None = None) -> int:
     """Run one verb; returns its exit code (recipes/outcome.py)."""
     words = sys.argv[1:] if argv is None else argv
+    for stream in (sys.stdout, sys.stderr):  # not every terminal can show every character
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     if not words or words[0] not in VERBS:
         asked_for_help = bool(words) and words[0] in ("-h", "--help")
@@ -38,6 +42,7 @@ def main(argv: list[str] | None = None) -> int:
         sys.stderr.write(f"\n{error}\n")
         return exit_code(error)
     except KeyboardInterrupt:
+        sys.stderr.write("\nstopped before anything was started\n")
         return 130
 
 
@@ -60,8 +65,12 @@ def _add_start(parser: argparse.ArgumentParser) -> None:
     """How ranks are started; shared by the verbs that start some."""
     from recipes.cluster.launchers import LAUNCHERS
 
-    parser.add_argument("--launcher", choices=LAUNCHERS, default=LAUNCHERS[0])
-    parser.add_argument("--port", type=int, default=29500, help="on the first host")
+    parser.add_argument(
+        "--launcher", choices=LAUNCHERS, default=LAUNCHERS[0], help="default: %(default)s"
+    )
+    parser.add_argument(
+        "--port", type=int, default=29500, help="on the first host; default: %(default)s"
+    )
     parser.add_argument("--master", default="", help="the first host's address; default: found")
     parser.add_argument("--interface", default="", help="on every node; default: found on each")
     parser.add_argument(
@@ -83,20 +92,29 @@ def launch(words: list[str]) -> int:
     from recipes.cluster.supervisor import Limits
 
     parser = _parser("launch", launch)
-    parser.add_argument("run", help="the run file, e.g. recipes/runs/gpt2_xl.yaml")
+    parser.add_argument("run", nargs="?", default="", help="the run file, a YAML")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     parser.add_argument("--config", required=True, help="one of accelerate_configs/*.yaml")
     _add_start(parser)
-    parser.add_argument("--fresh", action="store_true", help="delete the run folder, start anew")
+    parser.add_argument(
+        "--fresh", action="store_true", help="delete the run (not its logs), start anew"
+    )
     parser.add_argument(
         "--restarts", type=int, default=0, help="after a crash or exit 75, from the checkpoint"
     )
-    parser.add_argument("--grace", type=float, default=600.0, help="seconds to save in, on a stop")
     parser.add_argument(
-        "--heartbeat", type=float, default=20.0, help="seconds of silence that lose a node"
+        "--grace", type=float, default=600.0, help="seconds to save in; default: 600"
+    )
+    parser.add_argument(
+        "--heartbeat",
+        type=float,
+        default=20.0,
+        help="seconds of silence that lose a node; default: 20",
     )
     parser.add_argument("--dry-run", action="store_true", help="print the commands, start nothing")
     args = parser.parse_intermixed_args(words)
+    if not args.run:
+        raise ValueError("name a run file, e.g. recipes/runs/gpt2_xl.yaml; overrides come after it")
     faults = [
         f"--{name}={value:g}: expected {least} or more"
         for name, value, least in (
@@ -122,8 +140,10 @@ def preflight(words: list[str]) -> int:
     from recipes.preflight.preflight import preflight as check
 
     parser = _parser("preflight", preflight)
+    parser.add_argument(
+        "run", nargs="?", default="", help="the run file: adds its data, disk and sizes"
+    )
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
-    parser.add_argument("--run", default="", help="the run file: adds its data, disk and sizes")
     parser.add_argument(
         "--config",
         default="",
@@ -136,6 +156,8 @@ def preflight(words: list[str]) -> int:
         "--only", default="", metavar="STAGES", help="of network,matmul,selftest,data"
     )
     args = parser.parse_intermixed_args(words)
+    if args.only and (args.no_ranks or not args.config):
+        raise ValueError(f"--only {args.only} measures with ranks: give --config, not --no-ranks")
     wishes = Wishes(json=args.json, measure=not args.no_ranks, only=args.only)
     return check(_asked(args), wishes)
 

@@ -37,8 +37,8 @@ def plan_batch(batch: Batch, world: int, legal: list[int]) -> BatchPlan:
     if world not in legal:
         nearest = sorted(legal, key=lambda w: (abs(w - world), w))[:2]
         raise ValueError(
-            f"world={world} ranks can't share batch.global_sequences={batch.global_sequences} at "
-            f"batch.micro={batch.micro} over data.lanes equally; legal worlds: "
+            f"{world} ranks can't share batch.global_sequences={batch.global_sequences} at "
+            f"batch.micro={batch.micro} over data.lanes equally; legal ranks: "
             f"{' '.join(map(str, legal))}; nearest: {' or '.join(map(str, sorted(nearest)))}"
         )
     return BatchPlan(

@@ -325,6 +325,8 @@ def test_ssh_is_as_patient_as_the_heartbeat_and_keeps_no_connection() -> None:
     ("said", "told"),
     [
         (f"bash: line 1: cd: {ROOT}: Permission denied", "there is no checkout"),
+        (f"sh: 1: exec: {remote.PYTHON}: Permission denied", "may not execute"),
+        (f"sh: 1: exec: {remote.PYTHON}: not found", "there is no interpreter"),
         ("me@a: Permission denied (publickey,password).", "ssh-copy-id a"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import subprocess
@@ -135,6 +136,57 @@ def test_every_fault_of_a_command_at_once(
     for name in ("--restarts=-1", "--heartbeat=1", "--grace=nan"):
         assert name in told
     assert not calls
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["launch", *XL[:2]], "name a run file, e.g. recipes/runs/gpt2_xl.yaml"),
+        (["launch", *XL, "--hostfile", "five"], "5 ranks can't share batch.global_sequences=768"),
+        (["preflight", *XL, "--hostfile", "five"], "legal ranks: 1 2 3 4 6 8"),
+        (["launch", *XL, "--hostfile", "local"], "localhost in line 1 of the hostfile"),
+        (["preflight", "--only", "network"], "--only network measures with ranks: give --config"),
+        (["preflight", *XL, "--only", "network", "--no-ranks"], "not --no-ranks"),
+        (["preflight", "optim.lr=1"], "optim.lr=1"),
+        (["launch", *XL, "--env", "MY_TOKEN"], "not set in this shell; export it first"),
+    ],
+)
+def test_what_can_not_work_is_told_before_any_host_is_asked(
+    tmp_path: Path,
+    words: list[str],
+    told: str,
+    calls: list[Any],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "five").write_text("a slots=5\n")
+    (tmp_path / "local").write_text("localhost slots=2\nworker-1 slots=2\n")
+    words = [str(tmp_path / word) if word in ("five", "local") else word for word in words]
+    assert cli.main(words) == 2
+    found = capsys.readouterr().err
+    assert told in found
+    assert "VALUE" not in found
+    assert not calls
+
+
+def test_a_record_that_could_not_be_written_is_told_first(tmp_path: Path) -> None:
+    hosts = tmp_path / "hosts"
+    hosts.write_text("a slots=1\n")
+    asked = asking.Asked(hostfile=str(hosts))
+    with pytest.raises(ValueError, match="--json .*x.json can't be written"):
+        checking.preflight(asked, checking.Wishes(json=str(tmp_path / "no" / "such" / "x.json")))
+
+
+def test_a_terminal_that_knows_few_characters_is_no_obstacle() -> None:
+    for words in (["--help"], ["launch", "--help"]):
+        done = subprocess.run(
+            [sys.executable, "-m", "recipes.cli", *words],
+            cwd=ROOT,
+            env=os.environ | {"PYTHONIOENCODING": "ascii"},
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr
+        assert "usage: octet" in done.stdout
 
 
 def test_a_dry_run_prints_and_starts_nothing(

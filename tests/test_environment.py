@@ -87,7 +87,7 @@ def test_all_faults_of_env_come_together_and_tell_no_value() -> None:
         forwarded({}, extra)
     assert str(caught.value).split("\n") == [
         "6 faults in --env:",
-        "  --env ABSENT: not set in this shell; export it, or write --env ABSENT=VALUE",
+        "  --env ABSENT: not set in this shell; export it first, or write --env ABSENT=VALUE",
         "  --env A-B: expected NAME or NAME=VALUE, with letters, digits and _ in the name",
         "  --env RANK: the launchers set it for each rank; leave it out",
         "  --env CUDA_VISIBLE_DEVICES: the launchers set it for each rank; choose GPUs with "

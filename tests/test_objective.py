@@ -60,8 +60,8 @@ def test_an_illegal_world_is_refused_with_the_legal_ones(world: int, nearest: st
     with pytest.raises(ValueError) as caught:
         plan_batch(BATCH, world, XL_WORLDS)
     text = str(caught.value)
-    assert text.startswith(f"world={world} ranks can't share batch.global_sequences=768 at ")
-    assert "legal worlds: 1 2 3 4 6 8 12 16 24 48;" in text
+    assert text.startswith(f"{world} ranks can't share batch.global_sequences=768 at ")
+    assert "legal ranks: 1 2 3 4 6 8 12 16 24 48;" in text
     assert text.endswith(f"nearest: {nearest}")
 
 

@@ -59,7 +59,7 @@ def check(
     folder = cluster.folder
     run = tiny.write_run(folder, folder / "corpus")
     words = [str(launching.BIN / "octet"), "preflight", "--hostfile", str(hostfile)]
-    words += ["--run", str(run), "--config", ARM, "--json", str(folder / "out.json"), *options]
+    words += [str(run), "--config", ARM, "--json", str(folder / "out.json"), *options]
     words += overrides or [f"output_dir={folder}/outputs/tiny"]
     start = time.monotonic()
     (folder / "out.json").unlink(missing_ok=True)

@@ -15,8 +15,8 @@ import rehearsing
 from launching import ROOT, records
 
 pytestmark = rehearsing.rootful()
-TEXT = (ROOT / "docs" / "multi_node.md").read_text(encoding="utf-8")
-PREPARATION = re.findall(r"(?ms)^```\n((?:export .*?\n)+)```", TEXT)
+TEXT = (ROOT / "docs" / "multi_node.md").read_text(encoding="utf-8").split("## Without")[1]
+PREPARATION = re.findall(r"(?ms)^```\n((?:source|export) .*?)^```", TEXT)
 # "# on worker-1" or "# once, on worker-0" heads every command that is meant for a node.
 BLOCKS = re.findall(r"(?ms)^```\n# (?:once, )?on (worker-\d)\n(.*?)^```", TEXT)
 HOSTS = {"worker-0": 4, "worker-1": 4}
@@ -44,6 +44,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("recipes", "accelerate_configs", "ds_configs"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "hostfile", folder)
+    (folder / ".venv").symlink_to(launching.BIN.parent)
     return folder
 
 

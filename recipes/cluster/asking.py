@@ -16,6 +16,7 @@ from recipes.cluster.hostfile import Host, read_hostfile, select
 from recipes.cluster.launchers import LAUNCHERS, Arm, Start, arm_env, faults, read_arm
 from recipes.cluster.remote import PYTHON
 from recipes.config import Run
+from recipes.objective import legal_worlds, plan_batch
 from recipes.runfile import load_run
 
 T = TypeVar("T")
@@ -94,6 +95,10 @@ def read(asked: Asked, script: Path) -> Ready:
         hosts = attempt(lambda: select(everyone, asked.include, asked.exclude))
     arm = attempt(lambda: read_arm(Path(asked.config), working_dir)) if asked.config else None
     run = attempt(lambda: load_run(asked.run, list(asked.overrides))) if asked.run else None
+    if hosts and run:
+        number, batch, data = sum(host.slots for host in hosts), run.batch, run.data
+        legal = legal_worlds(batch, lanes=data.lanes, workers=data.workers)
+        attempt(lambda: plan_batch(batch, number, legal))
     env = attempt(lambda: forwarded(os.environ, asked.env)) or {}
     env |= arm_env(arm) if arm else {}
     env |= dict.fromkeys(INTERFACE_VARIABLES, asked.interface) if asked.interface else {}

@@ -95,7 +95,8 @@ def _extra_fault(
             f"and write --env {name}"
         )
     if not given and name not in environ:
-        return f"not set in this shell; export it, or write --env {name}=VALUE"
+        way = "" if is_secret(name) else f", or write --env {name}=VALUE"
+        return f"not set in this shell; export it first{way}"
     return None
 
 

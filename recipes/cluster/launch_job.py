@@ -148,20 +148,23 @@ def _attempt(
             file.write(json.dumps(record) + "\n")
     except OSError as error:  # a login node may not share the run folder
         logger.warning("note: this attempt is not recorded: %s", error)
-    tell(report)
+    tell(report, wishes)
     return report
 
 
-def tell(report: Report) -> None:
+def tell(report: Report, wishes: Wishes) -> None:
     """Say how an attempt ended: the first cause first."""
     if report.code == DONE:
-        logger.info("every rank left its end marker; its logs: %s", report.logs)
+        logger.info("all %d ranks finished; logs: %s", len(report.ends), report.logs)
         return
     first, cause = report.first, report.cause
     if first is not None and first.reason and first.reason in first.tail:
         cause = cause.removesuffix(f": {first.reason}")  # the log says it
-    logger.error("\n%s", cause)
-    if first is not None and first.tail.strip():
+    if report.code != STOPPED:  # rank 0 has said how to go on, and its output is on the screen
+        logger.error("\n%s", cause)
+    elif wishes.fresh:
+        logger.warning("leave --fresh out to go on: it would delete what was saved")
+    if first is not None and first.rank != 0 and first.tail.strip():
         logger.error("its log ends with:\n%s", first.tail.strip())
     failed = [end for end in report.ends.values() if end.code not in (DONE, STOPPED)]
     others = [f"{end.host} rank {end.rank} (exit {end.code})" for end in failed if end is not first]

@@ -41,6 +41,11 @@ _REASONS = (
     ("host key verification failed", "its host key is not known; run ssh {host} once"),
     (f"cd: {ROOT}", f"there is no checkout at {ROOT} there; run octet sync"),
     (f"{ROOT}: no such file", f"there is no checkout at {ROOT} there; run octet sync"),
+    (
+        f"{PYTHON}: permission denied",
+        f"this user may not execute {PYTHON} there (it leads to {PYTHON.resolve()}); make the "
+        "environment from a Python that every user can read",
+    ),
     (str(PYTHON).lower(), f"there is no interpreter at {PYTHON} there; run octet sync"),
     ("no module named", "its environment is not this one's; run octet sync"),
 )

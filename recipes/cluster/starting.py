@@ -88,6 +88,11 @@ def _address_faults(start: Start) -> list[str]:
     if not HOST_NAME.fullmatch(start.address):
         return [f"--master {start.address!r}: expected a host name or an IPv4 address"]
     alone = start.address == "localhost" or start.address.startswith("127.")
+    if alone and len(start.hosts) > 1 and not start.master:
+        return [
+            f"{start.hosts[0].name} in line {start.hosts[0].line} of the hostfile: the other hosts "
+            "can't reach it by that name; write its host name or address"
+        ]
     if alone and len(start.hosts) > 1:
         return [
             f"--master {start.address}: every host would look for it on itself; expected the first "

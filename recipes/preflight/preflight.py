@@ -21,6 +21,7 @@ end is one table, remedies to be pasted, and `preflight.json`:
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -89,6 +90,8 @@ def preflight(asked: Asked, wishes: Wishes) -> int:
     if wishes.only and (fault := stage_fault(wishes.only)):
         raise ValueError(fault)
     ready = read(asked, SCRIPT)
+    path = Path(wishes.json).absolute()
+    _check_writable(path)
     names = [host.name for host in ready.hosts]
     wanted = _wanted(ready)
     logger.info("asking %s …", many(len(names), "host"))
@@ -128,10 +131,15 @@ def preflight(asked: Asked, wishes: Wishes) -> int:
         "facts": facts,
         "measured": measured,
     }
-    path = Path(wishes.json).absolute()
-    write_record(path.parent, path.name, record)
     _tell(rows, names, exports, f"{record['seconds']:.1f} s; {path}")
+    write_record(path.parent, path.name, record)
     return exit_code(rows)
+
+
+def _check_writable(path: Path) -> None:
+    folder = path.parent if path.parent.exists() else path.parent.parent
+    if not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):
+        raise ValueError(f"--json {path} can't be written; name a file in a folder of yours")
 
 
 def _wanted(ready: Ready) -> Wanted:

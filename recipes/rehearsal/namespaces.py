@@ -207,6 +207,8 @@ def rehearse(
     with Rehearsal(hosts, bandwidth=bandwidth, local=local) as cluster:
         logger.info("%s", cluster.banner())
         with foreground.Forwarder() as forwarder:
-            code = forwarder.run(cluster.popen(command))
+            # So that `octet` and `accelerate` are found, as on a node with its environment active.
+            path = os.pathsep.join([str(Path(sys.executable).parent), search_path()])
+            code = forwarder.run(cluster.popen(command, env=os.environ | {"PATH": path}))
     logger.info("rehearsal over: exit code %d, every host is gone", code)
     return code
