@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import inspect
 import io
 import logging
@@ -33,7 +34,9 @@ def main(argv: list[str] | None = None) -> int:
         asked_for_help = bool(words) and words[0] in ("-h", "--help")
         stream = sys.stdout if asked_for_help else sys.stderr
         if words and not asked_for_help:
-            stream.write(f"octet: no command {words[0]!r}\n\n")
+            near = difflib.get_close_matches(words[0], VERBS, n=1)
+            guess = f"; did you mean {near[0]}?" if near else ""
+            stream.write(f"octet: no command {words[0]!r}{guess}\n\n")
         stream.write(_usage())
         return 0 if asked_for_help else 2
     try:
@@ -197,7 +200,11 @@ def rehearse(words: list[str]) -> int:
     parser.add_argument(
         "--local", action="append", default=[], metavar="DIR", help="each host gets its own"
     )
-    args = parser.parse_args(own)
+    args, more = parser.parse_known_args(own)
+    if more:
+        raise ValueError(
+            f"{' '.join(more)}: the command stands after --, as in octet rehearse -- ls"
+        )
     return run(read_hostfile(args.hostfile), command, args.bandwidth, local=args.local)
 
 

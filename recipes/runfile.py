@@ -94,6 +94,8 @@ def _describe(fault: Any) -> str:
     if fault["type"] == "missing":
         return f"{'.'.join(place)}: missing"
     text = fault["msg"].removeprefix("Value error, ").replace("Input should be", "expected")
+    if fault["type"] == "string_pattern_mismatch":  # only a run's name has one
+        text = "expected letters, digits, '.', '_' and '-', beginning with a letter or digit"
     if fault["type"] == "value_error":
         return f"{'.'.join(place)}: {text}"
     return f"{'.'.join(place)}={fault['input']!r}: {text}"

@@ -98,7 +98,7 @@ def test_help_loads_neither_torch_nor_the_engine() -> None:
 
 def test_a_verb_that_does_not_exist(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["lunch"]) == 2
-    assert "octet: no command 'lunch'" in capsys.readouterr().err
+    assert "octet: no command 'lunch'; did you mean launch?" in capsys.readouterr().err
     assert cli.main([]) == 2
 
 
@@ -148,6 +148,11 @@ def test_every_fault_of_a_command_at_once(
         (["preflight", "--only", "network"], "--only network measures with ranks: give --config"),
         (["preflight", *XL, "--only", "network", "--no-ranks"], "not --no-ranks"),
         (["preflight", "optim.lr=1"], "optim.lr=1"),
+        (["rehearse", "ls"], "ls: the command stands after --"),
+        (["launch", *XL, "--include", "worker-0,worker-1"], "join hosts with @: worker-0@worker-1"),
+        (["launch", "--config", XL[2], XL[1]], "is a run file; expected one of accelerate_configs"),
+        (["launch", "--config", "ds_configs/zero1_fp16.json", XL[2]], "is DeepSpeed's JSON;"),
+        (["launch", *XL, "name=a b"], "name='a b': expected letters, digits"),
         (["launch", *XL, "--env", "MY_TOKEN"], "not set in this shell; export it first"),
     ],
 )

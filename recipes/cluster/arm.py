@@ -54,6 +54,13 @@ def read_arm(path: Path, working_dir: Path) -> Arm:
     """
     path = working_dir / path
     tree = read_yaml(path)
+    if isinstance(tree, dict) and "distributed_type" not in tree:
+        other = "a run file" if "batch" in tree else "DeepSpeed's JSON" if _is_json(tree) else ""
+        if other:
+            raise ValueError(
+                f"--config {path} is {other}; expected one of accelerate_configs/*.yaml, and the "
+                "run file without an option"
+            )
     if not isinstance(tree, dict):
         raise ValueError(
             f"{path} holds {type(tree).__name__}, expected keys such as distributed_type"
@@ -88,6 +95,10 @@ def read_arm(path: Path, working_dir: Path) -> Arm:
         gpu_ids=gpu_ids,
         stated=tuple(stated.items()),
     )
+
+
+def _is_json(tree: dict[str, Any]) -> bool:
+    return "zero_optimization" in tree
 
 
 def arm_env(arm: Arm) -> dict[str, str]:

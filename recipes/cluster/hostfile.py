@@ -39,7 +39,7 @@ def read_hostfile(path: str | Path) -> tuple[Host, ...]:
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.reason if isinstance(error, UnicodeDecodeError) else error.strerror
+        reason = error.strerror if isinstance(error, OSError) else "it is not text in UTF-8"
         raise ValueError(f"hostfile {path} can't be read: {reason}; {EXPECTED}") from error
     hosts: dict[str, Host] = {}
     faults = []
@@ -122,6 +122,8 @@ def _parse(
         fault = None
         if not name:
             fault = "expected NAME or NAME:SLOT,SLOT between the @, e.g. worker-0@worker-1:0,2"
+        elif "," in name:
+            fault = f"join hosts with @: {name.replace(',', '@')}"
         elif name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             remedy = f"did you mean {near[0]}?" if near else f"hosts: {', '.join(known)}"
