@@ -189,8 +189,9 @@ def faulty(cluster: rehearsing.Cluster, healthy: Checked, slow: Checked) -> Chec
 
 
 def overrides(folder: Path) -> list[str]:
-    """A model whose checkpoints don't fit into a MiB."""
-    return [f"output_dir={folder}/outputs/tiny", "model.config.n_embd=128"]
+    """A model whose checkpoints don't fit into a MiB, and a batch that 7 ranks share."""
+    shared = ["batch.global_sequences=14", "data.lanes=7"]
+    return [f"output_dir={folder}/outputs/tiny", "model.config.n_embd=128", *shared]
 
 
 def move_clock(cluster: rehearsing.Cluster, host: str, seconds: int) -> None:
