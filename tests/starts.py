@@ -8,7 +8,7 @@ from pathlib import Path
 from recipes.cluster.hostfile import Host
 from recipes.cluster.launchers import LAUNCHERS, Arm, Start, faults, pasteable, script_arguments
 
-WORK = Path("/work")
+WORK = Path("/repo")
 TWO = (Host(name="worker-0", slots=4, line=2), Host(name="worker-1", slots=4, line=3))
 CHOSEN = (
     Host(name="worker-0", slots=2, line=2, gpus=(0, 2)),
@@ -38,7 +38,7 @@ def start(
     hosts: tuple[Host, ...] = TWO,
     arguments: tuple[str, ...] = ("recipes/runs/gpt2_xl.yaml", "optim.lr=3e-4"),
 ) -> Start:
-    """A start of the recipe in /work."""
+    """A start of the recipe in /repo."""
     return Start(
         launcher=launcher,
         hosts=hosts,

@@ -37,13 +37,13 @@ ODD += ("`id`", "a\nb", "a\\b", "%n", "*", "ü", "~", "a;b&c|d>e", "", "  ", "!x
 
 def test_accelerate_is_started_on_every_host_with_its_number() -> None:
     head = (
-        "/work/.venv/bin/accelerate launch --config_file /work/accelerate_configs/zero1_fp16.yaml"
+        "/repo/.venv/bin/accelerate launch --config_file /repo/accelerate_configs/zero1_fp16.yaml"
     )
     head += " --num_machines 2 --num_processes 8 --machine_rank"
     tail = " --main_process_ip 10.0.0.1 --main_process_port 29500"
-    tail += " --deepspeed_config_file /work/ds_configs/zero1_fp16.json"
+    tail += " --deepspeed_config_file /repo/ds_configs/zero1_fp16.json"
     tail += " --deepspeed_multinode_launcher standard"
-    tail += " /work/recipes/pretrain.py recipes/runs/gpt2_xl.yaml optim.lr=3e-4"
+    tail += " /repo/recipes/pretrain.py recipes/runs/gpt2_xl.yaml optim.lr=3e-4"
     assert commands(start("accelerate")) == {
         "worker-0": f"{head} 0{tail}".split(),
         "worker-1": f"{head} 1{tail}".split(),
@@ -51,20 +51,20 @@ def test_accelerate_is_started_on_every_host_with_its_number() -> None:
 
 
 def test_deepspeed_is_started_on_the_first_host_only() -> None:
-    words = "/work/.venv/bin/deepspeed --hostfile /work/hostfile --include"
+    words = "/repo/.venv/bin/deepspeed --hostfile /repo/hostfile --include"
     words += " worker-0:0,2@worker-1:1,3 --master_addr 10.0.0.1 --master_port 29500"
-    words += " /work/recipes/pretrain.py recipes/runs/gpt2_xl.yaml optim.lr=3e-4"
-    words += " --deepspeed_config /work/ds_configs/zero1_fp16.json"
+    words += " /repo/recipes/pretrain.py recipes/runs/gpt2_xl.yaml optim.lr=3e-4"
+    words += " --deepspeed_config /repo/ds_configs/zero1_fp16.json"
     assert commands(start("deepspeed", hosts=CHOSEN)) == {"worker-0": words.split()}
 
 
 def test_torchrun_takes_hosts_of_different_size() -> None:
     hosts = (Host(name="a", slots=2), Host(name="b", slots=3))
     words = commands(start("torchrun", DDP, hosts))
-    head = "/work/.venv/bin/torchrun --nnodes 2 --nproc_per_node"
+    head = "/repo/.venv/bin/torchrun --nnodes 2 --nproc_per_node"
     assert words["a"][:8] == f"{head} 2 --node_rank 0 --master_addr".split()
     assert words["b"][:8] == f"{head} 3 --node_rank 1 --master_addr".split()
-    assert words["b"][-2:] == ["--accelerate_config", "/work/accelerate_configs/ddp_fp16.yaml"]
+    assert words["b"][-2:] == ["--accelerate_config", "/repo/accelerate_configs/ddp_fp16.yaml"]
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
@@ -287,7 +287,7 @@ def test_a_path_that_no_shell_reads_may_hold_anything(launcher: str) -> None:
 def test_a_supervised_start_puts_nothing_on_a_command_line_that_a_shell_would_change(
     launcher: str,
 ) -> None:
-    rank = replace(start(launcher), script=Path("/work/recipes/cluster/rank.py"))
+    rank = replace(start(launcher), script=Path("/repo/recipes/cluster/rank.py"))
     rank = replace(rank, arguments=("/tmp/octet-me-20260101-1a2b/job.json",))
     assert faults(rank, supervised=True) == []
     assert all(is_plain(word) for words in commands(rank).values() for word in words)

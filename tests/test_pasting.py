@@ -192,21 +192,21 @@ def test_through_pdsh_every_argument_and_variable_arrives(launcher: str, tmp_pat
 
 
 def test_plain_arguments_need_no_file(tmp_path: Path) -> None:
-    text = pasteable(start("deepspeed"), {}, {}, Path("/work"))
+    text = pasteable(start("deepspeed"), {}, {}, Path("/repo"))
     assert text.split("\n") == [
         "# on worker-0, from where pdsh reaches the others",
-        "cd /work &&",
+        "cd /repo &&",
         "DS_ENV_FILE=/dev/null \\",
-        "/work/.venv/bin/deepspeed --hostfile /work/hostfile --master_addr 10.0.0.1 --master_port 29500 \\",  # noqa: E501
-        "    /work/recipes/pretrain.py recipes/runs/gpt2_xl.yaml optim.lr=3e-4 \\",
-        "    --deepspeed_config /work/ds_configs/zero1_fp16.json",
+        "/repo/.venv/bin/deepspeed --hostfile /repo/hostfile --master_addr 10.0.0.1 --master_port 29500 \\",  # noqa: E501
+        "    /repo/recipes/pretrain.py recipes/runs/gpt2_xl.yaml optim.lr=3e-4 \\",
+        "    --deepspeed_config /repo/ds_configs/zero1_fp16.json",
         "",
     ]
 
 
 def test_a_line_break_in_a_variable_is_refused_where_it_cannot_travel() -> None:
     with pytest.raises(ValueError, match="NCCL_A holds a line break, which can't travel"):
-        pasteable(start("deepspeed"), {"NCCL_A": "a\nb"}, {}, Path("/work"))
+        pasteable(start("deepspeed"), {"NCCL_A": "a\nb"}, {}, Path("/repo"))
 
 
 # ---- the files
