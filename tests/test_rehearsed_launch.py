@@ -241,7 +241,8 @@ def test_a_host_without_a_name_is_told_with_all_others(
     cluster: rehearsing.Cluster, tmp_path: Path
 ) -> None:
     hosts = tmp_path / "hosts"
-    hosts.write_text("worker-0 slots=2\nworker-8 slots=1\nworker-9 slots=1\n")
+    names = ("worker-0", "worker-1", "worker-8", "worker-9")
+    hosts.write_text("".join(f"{name} slots=1\n" for name in names))
     ended = cluster.run([*launch(cluster, tmp_path / "run"), "--hostfile", str(hosts)])
     assert ended.code == 3
     for name in ("worker-8", "worker-9"):
