@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -108,6 +109,28 @@ def test_an_environment_that_differs_is_told_by_name_and_rank() -> None:
         "the ranks were started with different environments:\n"
         "  NCCL_DEBUG: one value on ranks 0, 2, another on rank 1; set the same on every node"
     )
+
+
+def test_the_start_compares_the_environments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for Accelerate and the gather of two ranks: one process is all there is here."""
+
+    class Kind:
+        value = "MULTI_CPU"
+
+    class Alone:
+        num_processes, process_index, distributed_type = 1, 0, Kind
+
+    def gathered(value: Any, world: int) -> list[Any]:
+        return [value, other] if isinstance(value, dict) else [value]
+
+    monkeypatch.setenv("NCCL_DEBUG", "WARN")
+    monkeypatch.setattr(topology, "_gather", gathered)
+    launch = Launch(rank=0, local_rank=0, world=1)
+    other = fingerprint(os.environ)
+    assert list(topology.check_world(Alone(), launch, "DDP", None).values()) == [1]
+    other = fingerprint({**os.environ, "NCCL_DEBUG": "INFO"})
+    with pytest.raises(TopologyError, match="NCCL_DEBUG: one value on rank 0, another on rank 1"):
+        topology.check_world(Alone(), launch, "DDP", None)
 
 
 # ---- ranks that don't meet
