@@ -1,97 +1,241 @@
-"""Named arrays in safetensors files, shared out over the ranks and found again by name."""
+"""The arrays of a checkpoint: by all ranks of a start together, or by one process's tools.
+
+reader = TogetherReader(found, group)               # every rank
+values = reader.read("weight/lm_head.weight", start, stop)
+
+opened = open_checkpoint(find_checkpoint(path))     # one process
+weights = opened.arrays.whole("weight/lm_head.weight")
+"""
 
 from __future__ import annotations
 
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
-PATTERN = "arrays-*.safetensors"
+from recipes.checkpoint.commit import COMMITTED, committed
+from recipes.checkpoint.group import Group
+from recipes.checkpoint.manifest import MANIFEST, Manifest, read_manifest
+from recipes.checkpoint.pieces import (
+    KINDS,
+    LAYOUT,
+    ArrayReader,
+    Part,
+    Piece,
+    arrays_name,
+    found_parts,
+    is_arrays,
+    joined,
+    merged,
+    read_rng,
+    rng_name,
+    write_pieces,
+    write_rng,
+    write_share,
+)
+from recipes.checkpoint.verify import Found, check_folder
+
+__all__ = [
+    "ArrayReader",
+    "Opened",
+    "Piece",
+    "TogetherReader",
+    "arrays_name",
+    "find_checkpoint",
+    "open_checkpoint",
+    "read_rng",
+    "rng_name",
+    "write_pieces",
+    "write_rng",
+    "write_share",
+]
+STATE = "state.json"
+SENT_AT_ONCE = 1 << 26  # bytes: what a broadcast holds besides the array
 
 
-def shares(sizes: list[int], world: int) -> list[set[int]]:
-    """Which arrays each rank writes, as even as the sizes allow: the largest first to the emptiest.
+class TogetherReader:
+    """Reads by name on every rank; what a rank's disk lacks is sent by one that has it.
 
-    Args:
-        sizes: elements of each array.
-
-    Returns:
-        A set of indices for each rank.
+    All ranks must read the same names in the same order, each its own part. Where every disk has
+    every file there is no communication. A rank holds no more than the part that it asks for, and
+    the part of a piece that is being sent.
     """
-    owned: list[set[int]] = [set() for _ in range(world)]
-    load = [0] * world
-    for index in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
-        rank = load.index(min(load))
-        owned[rank].add(index)
-        load[rank] += sizes[index]
-    return owned
 
+    def __init__(self, found: Found, group: Group) -> None:
+        """Open what is here.
 
-def write_arrays(folder: Path, rank: int, arrays: dict[str, torch.Tensor]) -> Path:
-    """Write this rank's share of the model's state as one file."""
-    path = folder / f"arrays-{rank:05d}.safetensors"
-    return _saved(arrays, path)
-
-
-def write_rng(folder: Path, rank: int, states: dict[str, torch.Tensor]) -> Path:
-    """Write one rank's random state."""
-    path = _rng_path(folder, rank)
-    return _saved(states, path)
-
-
-def _saved(arrays: dict[str, torch.Tensor], path: Path) -> Path:
-    try:
-        save_file(arrays, str(path))
-    except SafetensorError as error:
-        raise OSError(f"{path.name} can't be written: {error}") from error
-    path.chmod(
-        0o644
-    )  # safetensors leaves its temporary file's 0600, unreadable for one's colleagues
-    return path
-
-
-def read_rng(folder: Path, rank: int) -> dict[str, torch.Tensor] | None:
-    """One rank's random state; None if fewer ranks wrote the checkpoint."""
-    path = _rng_path(folder, rank)
-    if not path.is_file():
-        return None
-    with safe_open(str(path), framework="pt") as file:
-        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-
-
-def _rng_path(folder: Path, rank: int) -> Path:
-    return folder / f"rng-{rank:05d}.safetensors"
-
-
-class ArrayReader:
-    """Reads arrays by name, one at a time, whichever rank's file holds them."""
-
-    def __init__(self, folder: Path) -> None:
+        Raises:
+            ValueError: a file can't be read; on every rank.
+        """
+        self._group, self._found = group, found
+        files = [name for name in found.manifest.files if is_arrays(name)]
+        self._holders = {
+            name: [rank for rank in range(group.world) if name in found.good[rank]]
+            for name in files
+        }
+        # Whether every rank has every file, so that nothing is exchanged.
+        self.local = all(len(ranks) == group.world for ranks in self._holders.values())
+        mine = [name for name in files if name in found.good[group.rank]]
+        parts: list[tuple[str, Part]] = []
+        fault = None
         try:
-            self._files = [safe_open(str(p), framework="pt") for p in sorted(folder.glob(PATTERN))]
-        except SafetensorError as error:
-            raise ValueError(f"arrays in {folder} can't be read: {error}") from error
-        self._home = {name: file for file in self._files for name in file.keys()}  # noqa: SIM118
-        self._folder = folder
+            self._files = ArrayReader(found.folder, mine)
+            parts = list(self._files.parts())
+        except ValueError as error:
+            fault = str(error)
+        first = [(n, p) for n, p in parts if self._holders[p.file][0] == group.rank]
+        outcomes = group.gather(([] if self.local else first, fault))
+        self._raise([text for _, text in outcomes])
+        if not self.local:
+            parts = [part for told, _ in outcomes for part in told]
+        self._index = merged((name, Part(*part)) for name, part in parts)
+        self.layout: dict[str, Any] = json.loads(found.read_common(LAYOUT, group))
 
     def names(self) -> set[str]:
         """Every array's name."""
-        return set(self._home)
+        return set(self._index)
 
-    def read(self, name: str) -> torch.Tensor:
-        """One array on the host.
+    def size(self, name: str) -> int:
+        """Elements of an array (ValueError if there is none of that name)."""
+        if name in self.layout:
+            return math.prod(self.layout[name]["shape"])
+        return found_parts(self._index, name, self._found.folder)[-1].stop
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        """Elements `start` to `stop` (the end) of an array, flat, on the host.
 
         Raises:
-            ValueError: the checkpoint does not hold it: another model was trained there.
+            ValueError: the checkpoint does not hold them; where ranks read for each other it is
+                raised on every rank.
         """
-        if name not in self._home:
-            raise ValueError(
-                f"checkpoint {self._folder} has no array {name!r}: it holds another model; "
-                "restore the run file's model section or start with --fresh"
-            )
-        try:
-            return self._home[name].get_tensor(name)
-        except SafetensorError as error:
-            raise ValueError(f"array {name!r} in {self._folder} can't be read: {error}") from error
+        parts = found_parts(self._index, name, self._found.folder)
+        stop = self.size(name) if stop is None else stop
+        if self.local:
+            return self._files.read(name, start, stop)
+        ranges: list[tuple[int, int]] = self._group.gather((start, stop))
+        pieces: list[Piece] = []
+        fault = None
+        for part in parts:
+            low, high = max(start, part.start), min(stop, part.stop)
+            here = self._group.rank in self._holders[part.file]
+            sent, told = self._exchange(name, part, ranges)
+            fault = fault or told
+            if low < high:
+                try:
+                    values = (
+                        self._files.part(name, part, low, high)
+                        if here
+                        else sent.values[low - sent.start : high - sent.start].clone()
+                    )
+                    pieces.append(Piece(name, low, values))
+                except ValueError as error:
+                    fault = fault or str(error)
+        self._raise(self._group.gather(fault))
+        return joined(pieces, name, start, stop, parts[0].kind)
+
+    def _exchange(
+        self, name: str, part: Part, ranges: list[tuple[int, int]]
+    ) -> tuple[Piece, str | None]:
+        """Send what some rank needs of a piece and has not, from the lowest rank that has it."""
+        holders = self._holders[part.file]
+        wanted = [
+            (max(start, part.start), min(stop, part.stop))
+            for rank, (start, stop) in enumerate(ranges)
+            if rank not in holders
+        ]
+        wanted = [(low, high) for low, high in wanted if low < high]
+        kind, fault = KINDS[part.kind], None
+        if not wanted:
+            return Piece(name, part.start, torch.empty(0, dtype=kind)), None
+        low, high = min(low for low, _ in wanted), max(high for _, high in wanted)
+        if self._group.rank == holders[0]:
+            try:
+                values = self._files.part(name, part, low, high).contiguous()
+            except ValueError as error:
+                fault, values = str(error), torch.zeros(high - low, dtype=kind)
+        else:
+            values = torch.empty(high - low, dtype=kind)
+        for chunk in values.view(torch.uint8).split(SENT_AT_ONCE):
+            self._group.broadcast(chunk, holders[0])
+        return Piece(name, low, values), fault
+
+    def _raise(self, faults: list[str | None]) -> None:
+        texts = [f"rank {rank}: {text}" for rank, text in enumerate(faults) if text]
+        if texts:
+            raise ValueError("; ".join(texts))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Opened:
+    """A whole checkpoint in one process."""
+
+    folder: Path
+    manifest: Manifest
+    state: dict[str, Any]
+    arrays: ArrayReader
+
+    def common(self, name: str) -> Path:
+        """The path of a file that is the same on every disk (ValueError if there is none)."""
+        if name not in self.manifest.files:
+            raise ValueError(f"{self.folder} has no {name}")
+        return self.folder / name
+
+
+def open_checkpoint(
+    folder: Path, hashes: bool = True, progress: Callable[[int], None] | None = None
+) -> Opened:
+    """Open one checkpoint's folder.
+
+    Args:
+        hashes: check every byte first; else only sizes.
+        progress: is told of every further bytes that were checked.
+
+    Raises:
+        ValueError: it is not whole, or parts of it are on other nodes.
+    """
+    checked = check_folder(folder, hashes, progress)
+    if checked.faults:
+        raise ValueError(
+            f"{folder} is not whole: {'; '.join(checked.faults)}; choose another checkpoint "
+            f"(octet checkpoint list {folder.parent.parent})"
+        )
+    if checked.elsewhere:
+        parts = "; ".join(f"{', '.join(n)} on {host}" for host, n in checked.elsewhere.items())
+        raise ValueError(
+            f"{folder} is only a part of the checkpoint, the rest is on other nodes: {parts}; copy "
+            "those files into it"
+        )
+    manifest = read_manifest(folder)
+    state: dict[str, Any] = {}
+    if STATE in manifest.files:
+        state = json.loads((folder / STATE).read_text(encoding="utf-8"))
+    files = [name for name in manifest.files if is_arrays(name)]
+    arrays = ArrayReader(folder, files)
+    return Opened(folder=folder, manifest=manifest, state=state, arrays=arrays)
+
+
+def find_checkpoint(path: Path) -> Path:
+    """A checkpoint's folder from a run folder (the newest that is whole by sizes) or itself.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if COMMITTED.match(path.name) or (path / MANIFEST).is_file():
+        return path
+    root = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    faults = []
+    for folder in committed(root):
+        found = check_folder(folder, hashes=False).faults
+        if not found:
+            return folder
+        faults.append(f"\n  {folder.name}: {'; '.join(found)}")
+    if faults:
+        raise ValueError(f"no checkpoint in {root} is whole:{''.join(faults)}")
+    raise ValueError(
+        f"{path} holds no checkpoint; name a run folder, or a step-… folder in its checkpoints"
+    )

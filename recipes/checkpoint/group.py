@@ -1,0 +1,53 @@
+"""The ranks that act together on checkpoints, as this room sees them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Group(Protocol):
+    """The ranks that write and read together."""
+
+    rank: int
+    world: int
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value, in rank order, on every rank."""
+        ...
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> None:
+        """Fill a tensor on the host with that of the rank `source`, in place."""
+        ...
+
+
+class Alone:
+    """A group of one, for tools and tests."""
+
+    rank, world = 0, 1
+
+    def gather(self, value: Any) -> list[Any]:
+        """The one value."""
+        return [value]
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> None:
+        """Nobody else is there."""
+
+
+def told(error: BaseException, path: object = None) -> str:
+    """An error as a person reads it: what the system says, and about which path."""
+    if isinstance(error, OSError) and error.strerror:
+        place = error.filename or path
+        return f"{error.strerror} ({place})" if place else error.strerror
+    return f"{error or type(error).__name__}" + (f" ({path})" if path else "")
+
+
+def human(count: float) -> str:
+    """Bytes as people and disk makers count them, in powers of 1000."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(count) < 999.5:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"
