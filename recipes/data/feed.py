@@ -11,11 +11,12 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from recipes.config import Run
@@ -28,6 +29,7 @@ from recipes.data.batches import (
     measure,
 )
 from recipes.data.lanes import Cursor, Order, Sequence, Sequences, loader
+from recipes.data.packing import PAD
 from recipes.data.source import Scan, Units, scan_source
 from recipes.data.state import DataState, check_state, data_state, merge_cursors
 from recipes.data.tokens import Encoder, prepare_tokenizer
@@ -100,15 +102,13 @@ class Corpus:
 
     def state(self, next_sequence: int, cursors: dict[int, Cursor]) -> DataState:
         """What a checkpoint keeps of the data."""
-        return data_state(
-            self.run.data,
-            self.scan,
-            self.encoder,
-            self.order,
-            self.run.batch.global_sequences,
-            next_sequence=next_sequence,
-            cursors=cursors,
-        )
+        return replace(self._at_start, next_sequence=next_sequence, cursors=dict(cursors))
+
+    @cached_property
+    def _at_start(self) -> DataState:
+        """Hashing every file's name takes a while, and a save must not wait for it."""
+        sequences = self.run.batch.global_sequences
+        return data_state(self.run.data, self.scan, self.encoder, self.order, sequences)
 
     def describe(self) -> str:
         """One line for people."""
@@ -131,6 +131,7 @@ class Window:
     micro: int
     sequences: list[Sequence]
     wait_ms: float  # spent waiting for the readers
+    fault: ValueError | None = None  # why its data could not be read; its rows are blank then
 
     @cached_property
     def tokens(self) -> int:
@@ -223,6 +224,17 @@ class Feed:
             raise ValueError(last.removeprefix("ValueError: ")) from error
         wait_ms = (time.perf_counter() - started) * 1000.0
         return Window(self._corpus, self._plan.micro, sequences, wait_ms)
+
+    def blank(self, fault: ValueError) -> Window:
+        """A window without labels, in place of one that can't be read.
+
+        Its rank can enter the forward with the others and tell them there; nothing is trained.
+        """
+        padding = np.full(self._corpus.order.seq_len + 1, PAD, np.int32)
+        row = Sequence(
+            n=self._next_sequence, lane=0, tokens=padding, samples=0, cursor=Cursor(), origin=(0, 0)
+        )
+        return Window(self._corpus, self._plan.micro, [row] * self._plan.micro, 0.0, fault)
 
     def consume(self, window: Window) -> None:
         """Advance past a window, after its update."""

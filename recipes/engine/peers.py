@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from recipes.outcome import PeerError, exit_code
+from recipes.outcome import CollectiveError, PeerError, exit_code
+
+if TYPE_CHECKING:
+    import torch
 
 T = TypeVar("T")
 
@@ -21,6 +25,35 @@ class Peers:
         # Counts, flags and paths must not wait for the GPU's queue. Rank 0 may look at a large data
         # set for longer than the default half hour; a rank that dies is noticed at once.
         self.group = dist.new_group(backend="gloo", timeout=timedelta(days=1))
+        self.hosts: list[str] = self.gather(socket.gethostname())
+        self._entries = 0
+
+    def another(self) -> Peers:
+        """The same ranks over connections of their own, for a thread beside the training."""
+        return Peers(self.rank, self.world)
+
+    def enter(self, what: str, limit_s: float) -> None:
+        """Wait until every rank has come here, which takes them no longer than `limit_s`.
+
+        Raises:
+            CollectiveError: some did not come; on every rank that did, with the names of those.
+        """
+        import torch.distributed as dist
+        from torch.distributed.distributed_c10d import _get_default_store
+
+        self._entries += 1
+        store, key = _get_default_store(), f"octet/{self._entries}/{what}"
+        store.set(f"{key}/{self.rank}", "here")
+        if store.add(f"{key}/count", 1) == self.world:
+            store.set(f"{key}/all", "here")
+        try:
+            store.wait([f"{key}/all"], timedelta(seconds=limit_s))
+        except dist.DistStoreError as error:
+            absent = [rank for rank in range(self.world) if not store.check([f"{key}/{rank}"])]
+            named = ", ".join(f"{rank} ({self.hosts[rank]})" for rank in absent)
+            raise CollectiveError(
+                f"rank(s) {named} did not come to {what} within {limit_s:g} s"
+            ) from error
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value, in rank order, on every rank."""
@@ -29,6 +62,12 @@ class Peers:
         values: list[Any] = [None] * self.world
         dist.all_gather_object(values, value, group=self.group)
         return values
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> None:
+        """Overwrite a tensor on the host with that of `source`, on every rank."""
+        import torch.distributed as dist
+
+        dist.broadcast(tensor, source, group=self.group)
 
     def barrier(self) -> None:
         """Wait for every rank."""

@@ -48,7 +48,6 @@ def compare(engine: build.Engine, reference: toy.Reference) -> tuple[list[Check]
     """Train the three updates; what they did against the reference, and how many were skipped."""
     rows, shared = toy.tolerances(engine.strategy.precision, engine.plan.world)
     checks, skipped = [], 0
-    everything = set(range(len(state.parameter_sizes(engine))))
     for number in range(len(toy.RATES)):
         if number == 1:
             _rescale(engine)
@@ -64,7 +63,7 @@ def compare(engine: build.Engine, reference: toy.Reference) -> tuple[list[Check]
         want = torch.tensor(reference.norms[number])
         norm = torch.tensor(result.grad_norm)
         checks.append(_check(f"the reported gradient norm {place}", norm, want, shared, 1))
-        arrays = state.export_arrays(engine, everything)
+        arrays = state.whole(engine)
         for name, wanted in reference.gradients[number].items():
             found = arrays[f"exp_avg/{name}"]
             if name == toy.ROWS:

@@ -22,30 +22,53 @@ class UpdateResult:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Flags:
+    """What one rank has to say to all of them before a window."""
+
+    stop: bool = False  # save and end
+    save: bool = False
+    unreadable: bool = False  # this rank's data could not be read
+    written: bool = False  # the checkpoint in the background has come to its end here
+
+
+@dataclass(frozen=True, kw_only=True)
 class Agreement:
     """What the ranks agreed on for one window."""
 
     tokens: int
     samples: int
     digest: int  # of the window's data
-    stop: bool
+    stop: bool  # wished by some rank, as are the next two
+    save: bool
+    unreadable: bool
+    written: bool  # on every rank
 
 
 class Announcement:
-    """The window's counts and the wish to stop, summed over ranks while it is being copied."""
+    """The window's counts and the ranks' flags, summed over ranks while it is being copied."""
 
     def __init__(
-        self, engine: Engine, *, tokens: int, samples: int, digest: int, stop: bool
+        self, engine: Engine, *, tokens: int, samples: int, digest: int, flags: Flags
     ) -> None:
-        self._counts = torch.tensor([tokens, samples, digest, int(stop)], dtype=torch.int64)
+        said = [flags.stop, flags.save, flags.unreadable, flags.written]
+        counts = [tokens, samples, digest, *map(int, said)]
+        self._counts, self._world = torch.tensor(counts, dtype=torch.int64), engine.peers.world
         # On the host network: the answer must not queue behind the GPU's work.
         self._work = dist.all_reduce(self._counts, group=engine.peers.group, async_op=True)
 
     def wait(self) -> Agreement:
         """The sums over all ranks."""
         self._work.wait()
-        tokens, samples, digest, stop = self._counts.tolist()
-        return Agreement(tokens=tokens, samples=samples, digest=digest, stop=stop > 0)
+        tokens, samples, digest, stop, save, unreadable, written = self._counts.tolist()
+        return Agreement(
+            tokens=tokens,
+            samples=samples,
+            digest=digest,
+            stop=stop > 0,
+            save=save > 0,
+            unreadable=unreadable > 0,
+            written=written == self._world,
+        )
 
 
 @contextmanager

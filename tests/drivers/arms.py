@@ -169,7 +169,7 @@ def train(engine: build.Engine, numbers: range, rate: float = 0.05) -> list[tupl
         everyone = window(number, accumulation)
         mine = everyone[rank]
         announced = update.Announcement(
-            engine, tokens=count(mine), samples=1, digest=rank, stop=False
+            engine, tokens=count(mine), samples=1, digest=rank, flags=update.Flags()
         )
         update.set_learning_rate(engine, rate)
         agreed, total = announced.wait(), torch.zeros(())
@@ -210,11 +210,18 @@ def reference(naive: bool = False) -> tuple[list[tuple[float, float]], dict[str,
         optimizer.step()
         optimizer.zero_grad()
         out.append((total / tokens, float(norm)))
-    return out, {name: p.detach().clone() for name, p in module.named_parameters()}
+    return out, {
+        name.removeprefix("network."): p.detach().clone() for name, p in module.named_parameters()
+    }
 
 
 def everything(engine: build.Engine) -> dict[str, torch.Tensor]:
-    return state.export_arrays(engine, set(range(len(state.parameter_sizes(engine)))))
+    return state.whole(engine)
+
+
+def reading(arrays: dict[str, torch.Tensor]) -> state.Read:
+    """Reads runs of elements of arrays in memory."""
+    return lambda name, start, stop: arrays[name].view(-1)[start:stop]
 
 
 def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
@@ -308,7 +315,8 @@ def moves(saved: Saved) -> Iterator[dict[str, Any]]:
     for source, target in [(arm, arm) for arm in saved] + MOVES:
         engine = engine_of(target)
         arrays, scalars = saved[source]
-        state.import_arrays(engine, arrays.__getitem__, state.Scalars(**scalars))
+        state.fill(engine, reading(arrays), state.Scalars(**scalars))
+        state.spread(engine)
         same = all(torch.equal(arrays[n], t) for n, t in everything(engine).items())
         line = {"what": "moved", "from": source, "to": target, "equal": same}
         line["losses"] = train(engine, range(UPDATES, UPDATES + 2))
@@ -332,7 +340,7 @@ def collectives() -> Iterator[dict[str, Any]]:
                 "what": "collectives",
                 "arm": arm,
                 "accumulation": accumulation,
-                "parameters": sum(state.parameter_sizes(engine)),
+                "parameters": sum(p.numel() for p in engine.module.parameters()),
                 "calls": {name: tally[0] for name, tally in tallies.items()},
                 "elements": {name: tally[1] for name, tally in tallies.items()},
             }
