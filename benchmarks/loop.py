@@ -37,7 +37,7 @@ from recipes.config import Run
 from recipes.engine import update
 from recipes.job import Job, build, close
 from recipes.objective import gradient_factor
-from recipes.outcome import Outcome, StopWish
+from recipes.outcome import Outcome
 from recipes.runfile import load_run
 
 ROUNDS, BLOCK = 8, 4  # blocks of each side, updates in a block
@@ -88,10 +88,9 @@ def fresh_windows(job: Job) -> list[list[dict[str, torch.Tensor]]]:
 
 def time_recipe(job: Job) -> Timer:
     """The recipe's loop itself, with its logging and without its checkpoints."""
-    stop = StopWish()
     stamps: list[float] = []
 
-    def due(job: Job, applied: bool, stop: bool) -> None:
+    def due(job: Job, applied: bool, agreed: Any) -> None:
         if job.progress.applied % job.run.log.every_updates == 0:
             job.meter.flush()
         stamps.append(time.perf_counter())
@@ -101,7 +100,7 @@ def time_recipe(job: Job) -> Timer:
     def block() -> list[float]:
         job.length = replace(job.length, updates=job.progress.applied + BLOCK)
         stamps[:] = [time.perf_counter()]
-        pretrain.train(job, stop)
+        pretrain.train(job)
         return [(end - start) * 1000 for start, end in zip(stamps, stamps[1:], strict=False)]
 
     return block

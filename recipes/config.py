@@ -189,12 +189,23 @@ class Batch(Section):
 
 
 class Checkpoint(Section):
-    """When the run is saved, besides at the end and on SIGTERM or SIGINT."""
+    """When the run is saved, besides at the end, on a signal and on RUN/SAVE; how, what is kept."""
 
-    every_updates: Positive
+    every_updates: Positive | None = None
+    every_minutes: Annotated[float, Field(gt=0)] | None = None
     keep: Annotated[int, Field(ge=2)] = (
         2  # newest kept; an older one is the way back from a broken one
     )
+    milestone_every: Positive | None = None  # updates; these checkpoints are never deleted
+    # background: copied to the host's memory, written while training goes on; auto: if it has room
+    write: Literal["auto", "background", "blocking"] = "auto"
+    on_failure: Literal["stop", "go_on"] = "stop"  # when one can't be written: no space, say
+
+    @model_validator(mode="after")
+    def _some_time(self) -> Checkpoint:
+        if self.every_updates is None and self.every_minutes is None:
+            raise ValueError("give every_updates or every_minutes, or both")
+        return self
 
 
 class Evaluate(Section):

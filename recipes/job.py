@@ -4,28 +4,29 @@ from __future__ import annotations
 
 import argparse
 import logging
-import math
 import os
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from recipes import metrics, objective, runfolder
+from recipes.checkpoint.disks import Disks, probe
 from recipes.cluster.hostfile import read_hostfile
 from recipes.config import Run
-from recipes.data.feed import Corpus, Feed, HeldOut, Window, look
+from recipes.data.feed import Corpus, Feed, HeldOut, Window
 from recipes.engine import selftest, topology, update
 from recipes.engine.build import Engine, prepare, start
 from recipes.engine.peers import Peers
 from recipes.engine.strategy import Strategy, read_strategy
 from recipes.meter import Meter
 from recipes.model import SummedLoss, build_network, count_parameters, flops_per_token, wrap
+from recipes.opening import check_room, fixed_length, open_corpus, open_folder
 from recipes.outcome import Outcome
 from recipes.progress import Progress
 from recipes.resume import restore_newest
+from recipes.saving import Saving
 from recipes.telling import already_finished, banner, record_start
 
 logger = logging.getLogger(__name__)
@@ -45,12 +46,22 @@ class Job:
     meter: Meter
     flops_per_token: float
     peak_flops: float | None
+    disks: Disks
+    saving: Saving
+    held_out_result: dict[str, Any] | None = None  # of the last evaluation
     compile_checked: bool = False
 
     @property
     def plan(self) -> objective.BatchPlan:
         """How one update is divided."""
         return self.engine.plan
+
+    def next_window(self) -> Window:
+        """This rank's share of the next update; a blank one with the reason if it can't be read."""
+        try:
+            return self.feed.take()
+        except ValueError as error:
+            return self.feed.blank(error)
 
     def fields(
         self,
@@ -116,24 +127,21 @@ def build(run: Run, args: argparse.Namespace, outcome: Outcome) -> Job | None:
         peers = Peers(launch.rank, launch.world)
     outcome.joined = True
 
-    recorded = peers.from_first(lambda: _open_folder(run, args.fresh))
+    disks = probe(run.folder, peers, peers.hosts[launch.rank])
+    recorded = open_folder(run, peers, disks, outcome, fresh=args.fresh)
     if recorded.get("finished"):
         if launch.rank == 0:
             logger.info("%s", already_finished(run, recorded["finished"]))
         return None
-    _share_folder(run, peers)
-    corpus = _open_corpus(run, peers, recorded)
+    corpus = open_corpus(run, peers, disks, recorded)
     module = peers.together(lambda: _build_module(run, corpus, strategy, cpu))
     if run.model.compile:
         module.compile()
     engine = prepare(accelerator, module, strategy, run, plan, peers)
-    length = _length(recorded, run, corpus, peers)
-    progress = Progress()
-    state = restore_newest(engine, run, corpus)
-    if state is not None:
-        progress = Progress(**state.progress)
-    else:
-        update.seed_rng(run.seed * 1_000_003 + 1 + launch.rank)  # dropout differs by rank
+    length = fixed_length(recorded, run, corpus, peers)
+    check_room(run, peers, disks, count_parameters(module), length.updates)
+    restored = restore_newest(engine, run, corpus, disks)
+    progress = restored.progress
     held_out = (
         peers.together(lambda: HeldOut.open(corpus, plan, launch.rank)) if run.evaluate else None
     )
@@ -141,24 +149,22 @@ def build(run: Run, args: argparse.Namespace, outcome: Outcome) -> Job | None:
         run=run,
         engine=engine,
         corpus=corpus,
-        feed=Feed(corpus, plan, launch.rank, state.data if state else None),
+        feed=Feed(corpus, plan, launch.rank, restored.data),
         held_out=held_out,
         length=length,
         progress=progress,
         meter=_meter(run, engine, length, progress, first=launch.rank == 0),
         flops_per_token=flops_per_token(module.network, run.batch.seq_len),
         peak_flops=_peak_flops(engine),
+        disks=disks,
+        saving=Saving(engine, run, disks, progress),
+        held_out_result=restored.held_out,
     )
+    record_start(job, recorded, ranks_per_host)
     if launch.rank == 0:
-        record_start(job, recorded, ranks_per_host)
         logger.info("%s", banner(job, worlds, count_parameters(module)))
     outcome.write("training")
     return job
-
-
-def _share_folder(run: Run, peers: Peers) -> None:
-    token = peers.from_first(lambda: runfolder.shared_token(run.folder))
-    peers.together(lambda: runfolder.check_shared(run.folder, token))
 
 
 def _check_evaluation(run: Run, plan: objective.BatchPlan) -> None:
@@ -185,59 +191,6 @@ def _build_module(run: Run, corpus: Corpus, strategy: Strategy, cpu: bool) -> Su
             )
     on_gpu_in_16_bit = not cpu and strategy.precision != "fp32"
     return wrap(network, run.model.loss, prefer_chunked=on_gpu_in_16_bit)
-
-
-def _open_corpus(run: Run, peers: Peers, recorded: dict[str, Any]) -> Corpus:
-    """Rank 0 looks at the data; all open what it found."""
-    path = run.folder / "tokenizer.json"
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "octet"
-    known = path if recorded and path.is_file() else None
-    found = peers.from_first(lambda: look(run, recorded.get("revision"), cache, known))
-    if peers.rank == 0:
-        runfolder.write_text(path, found["tokenizer"])
-    peers.barrier()
-    return Corpus.open(run, found, path)
-
-
-def _open_folder(run: Run, fresh: bool) -> dict[str, Any]:
-    """What an earlier start recorded; rank 0 only.
-
-    Raises:
-        ValueError: the folder holds another run.
-    """
-    if fresh:
-        runfolder.clear(run.folder)
-    recorded = runfolder.read_record(run.folder)
-    if recorded is None:
-        return {}
-    for change in runfolder.check_same(recorded, run):
-        logger.info("changed since the last start: %s", change)
-    return recorded | {"finished": runfolder.read_summary(run.folder)}
-
-
-def _length(recorded: dict[str, Any], run: Run, corpus: Corpus, peers: Peers) -> objective.Length:
-    """The recorded length, or a new one; it never moves after the first start."""
-    if "length" in recorded:
-        return objective.Length(**recorded["length"])
-
-    def compute() -> objective.Length:
-        schedule = run.schedule
-        if schedule.updates is not None:
-            return objective.run_length(schedule, run.batch)
-        measured = corpus.measure()
-        samples = schedule.samples
-        if schedule.epochs is not None:
-            documents = corpus.count_documents() * measured.samples_per_document
-            samples = math.ceil(schedule.epochs * documents)
-        return objective.run_length(
-            schedule,
-            run.batch,
-            samples=samples,
-            tokens_per_sample=schedule.tokens_per_sample or measured.tokens_per_sample,
-            sequences_per_token=measured.sequences_per_sample / measured.tokens_per_sample,
-        )
-
-    return peers.from_first(compute)
 
 
 def _meter(

@@ -14,7 +14,17 @@ from typing import Any
 
 from tqdm import tqdm
 
-from recipes.metrics import JsonLines, Record, as_json, console_line, eta_seconds, human_rate
+from recipes.metrics import (
+    JsonLines,
+    Record,
+    as_json,
+    console_line,
+    eta_seconds,
+    human_bytes,
+    human_rate,
+    human_seconds,
+)
+from recipes.outcome import StorageError
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +54,7 @@ class Meter:
         self._files: dict[str, JsonLines] = {}
         self._bar: Any = None
         if folder is not None:
-            for name in ("metrics", "evaluations"):
+            for name in ("metrics", "evaluations", "saves"):
                 self._files[name] = JsonLines(folder / f"{name}.jsonl", last_step=done)
         self._wants_bar, self._done = folder is not None and sys.stderr.isatty(), done
 
@@ -103,6 +113,17 @@ class Meter:
         text = f"step {values['step']} | held-out loss {values['held_out_loss']:.4f}"
         self.say(f"{text} | perplexity {values['held_out_perplexity']:,.1f}")
 
+    def saved(self, values: dict[str, Any]) -> None:
+        """Tell and record a committed checkpoint: step, name, bytes, stall_ms, write_s, …"""
+        if not self._files:
+            return
+        self._files["saves"].append([values])
+        self.say(
+            f"step {values['step']} | saved {values['name']}, {human_bytes(values['bytes'])}; "
+            f"training stood still {human_seconds(values['stall_ms'] / 1000)}, "
+            f"written in {human_seconds(values['write_s'])}"
+        )
+
     def say(self, text: str) -> None:
         """A line for the console that does not tear the progress bar."""
         if self._bar is not None:
@@ -111,8 +132,15 @@ class Meter:
             logger.info("%s", text)
 
     def close(self) -> None:
-        """End the bar and flush the files to the disk."""
+        """End the bar and flush the files to the disk.
+
+        Raises:
+            StorageError: the disk has no room for the last records.
+        """
         if self._bar is not None:
             self._bar.close()
-        for file in self._files.values():
-            file.close()
+        for name, file in self._files.items():
+            try:
+                file.close()
+            except OSError as error:
+                raise StorageError(f"the end of {name}.jsonl is lost: {error.strerror}") from error

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+logger = logging.getLogger(__name__)
 
 # Dense 16-bit peaks with fp32 accumulation, FLOP/s per GPU, from NVIDIA's data sheets: Tesla V100
 # SXM2 (2018), A100 (2021), H100 SXM and PCIe (2023), H200 (2024), B200 (DGX, half of sparse), L40S.
@@ -92,6 +95,23 @@ def human_rate(value: float) -> str:
     return f"{value / 1000:.1f}k" if value >= 1000 else f"{value:.0f}"
 
 
+def human_bytes(count: float) -> str:
+    """Bytes in powers of 1000, as disks are sold: `75.9 MB`."""
+    units = ["B", "kB", "MB", "GB", "TB"]
+    while count >= 999.5 and len(units) > 1:
+        count /= 1000
+        del units[0]
+    whole = units[0] == "B" or count >= 99.95
+    return f"{count:.0f} {units[0]}" if whole else f"{count:.1f} {units[0]}"
+
+
+def human_seconds(seconds: float) -> str:
+    """A short time as `31 ms` or `4.2 s`, a longer one as `3m20s`."""
+    if seconds >= 60:
+        return human_time(seconds)
+    return f"{seconds:.1f} s" if seconds >= 0.9995 else f"{seconds * 1000:.0f} ms"
+
+
 def console_line(record: Record, total: int, eta: float) -> str:
     """The fixed-width line of one logged update."""
     parts = [
@@ -110,7 +130,10 @@ def console_line(record: Record, total: int, eta: float) -> str:
 
 
 class JsonLines:
-    """A growing file of JSON objects with a `step`, which a resume cuts back to its checkpoint."""
+    """A growing file of JSON objects with a `step`, which a resume cuts back to its checkpoint.
+
+    What the disk has no room for is kept in memory and written when it has.
+    """
 
     def __init__(self, path: Path, last_step: int) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -118,17 +141,34 @@ class JsonLines:
         beside = path.with_suffix(".partial")
         beside.write_text("".join(json.dumps(r) + "\n" for r in kept), encoding="utf-8")
         beside.rename(path)
-        self._file = path.open("a", encoding="utf-8")
+        self._path, self._left = path, b""
+        self._file = path.open("ab", buffering=0)
 
     def append(self, records: list[dict[str, Any]]) -> None:
         """Write whole lines and hand them to the operating system at once."""
-        self._file.write("".join(json.dumps(r) + "\n" for r in records))
-        self._file.flush()
+        waiting = bool(self._left)
+        self._left += "".join(json.dumps(r) + "\n" for r in records).encode()
+        try:
+            self._write()
+        except OSError as error:
+            if not waiting:
+                logger.warning("%s: %s; its lines are kept for later", self._path, error.strerror)
+
+    def _write(self) -> None:
+        while self._left:
+            self._left = self._left[self._file.write(self._left) or 0 :]
 
     def close(self) -> None:
-        """Flush to the disk."""
-        os.fsync(self._file.fileno())
-        self._file.close()
+        """Flush to the disk.
+
+        Raises:
+            OSError: the disk still has no room for the last lines.
+        """
+        try:
+            self._write()
+            os.fsync(self._file.fileno())
+        finally:
+            self._file.close()
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:

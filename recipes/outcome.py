@@ -17,6 +17,7 @@ import signal
 import socket
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -44,6 +45,14 @@ class Stopped(RuntimeError):
     """The run stopped on request, with a checkpoint; the same command goes on."""
 
 
+class StorageError(RuntimeError):
+    """A checkpoint could not be written; the older ones are untouched."""
+
+
+class CollectiveError(RuntimeError):
+    """Not all ranks came to a point where all of them must act together."""
+
+
 class PeerError(RuntimeError):
     """Another rank found the error and reports it; carries that rank's exit code."""
 
@@ -56,8 +65,8 @@ def exit_code(error: BaseException) -> int:
     """The exit code that tells the launcher what kind of end this was; 1 for a fault of our own."""
     if isinstance(error, PeerError):
         return error.code
-    kinds = ((ValueError, USAGE), (TopologyError, TOPOLOGY), (NumbersError, NUMBERS))
-    for kind, code in (*kinds, (Stopped, STOPPED)):
+    kinds = ((ValueError, USAGE), (StorageError, USAGE), (TopologyError, TOPOLOGY))
+    for kind, code in (*kinds, (NumbersError, NUMBERS), (Stopped, STOPPED)):
         if isinstance(error, kind):
             return code
     return 1
@@ -79,6 +88,7 @@ class Outcome:
         self.code = DONE
         self.consequence = False  # True where this rank ended because another one had
         self.result: Any = None  # JSON-able; for `octet launch`, not for the run folder
+        self.closing = ExitStack()  # what must be given back however the rank ends
 
     def __enter__(self) -> Outcome:
         return self
@@ -104,6 +114,7 @@ class Outcome:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> bool:
+        self.closing.close()
         if error is None:
             self._end("done")
             return False
@@ -115,6 +126,8 @@ class Outcome:
         self._end("stopped" if self.code == STOPPED else "failed", str(error))
         if left:
             sys.stderr.write(f"\nrank {self.rank}: another rank has left; its message says why\n")
+        elif isinstance(error, CollectiveError):
+            sys.stderr.write(f"\nrank {self.rank}: {error}\n")
         elif self.code == 1:
             logger.error("rank %d failed", self.rank, exc_info=error)
         elif isinstance(error, Stopped):
@@ -132,14 +145,15 @@ class Outcome:
 
 
 class StopWish:
-    """SIGTERM and SIGINT as a wish that the ranks agree on at the next window.
+    """SIGTERM, SIGINT and SIGUSR1 as a wish that the ranks agree on at the next window.
 
-    Launchers repeat the signal, so a second one must not kill a rank that is saving.
+    Launchers repeat the signal, so a second one must not kill a rank that is saving. SIGUSR1 is
+    what schedulers send some minutes before the time is up (Slurm's --signal).
     """
 
     def __init__(self) -> None:
         self.requested = False
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             signal.signal(number, self._note)
 
     def _note(self, number: int, frame: FrameType | None) -> None:

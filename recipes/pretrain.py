@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # when launched
 from recipes import objective, runfolder
 from recipes.cluster.shell import read_argument_line
 from recipes.config import Run
-from recipes.outcome import NumbersError, Outcome, Stopped, StopWish
+from recipes.outcome import NumbersError, Outcome, PeerError, Stopped, exit_code
 from recipes.runfile import load_run
 
 logger = logging.getLogger("recipes.pretrain")
@@ -72,14 +72,13 @@ def pretrain(run: Run, args: argparse.Namespace, outcome: Outcome) -> None:
     job = build(run, args, outcome)
     if job is None:  # finished earlier, and said so
         return
-    stop = StopWish()  # from here on there is something to save
     if job.progress.windows == 0:
         evaluate(job)
-    train(job, stop)
+    train(job)
     finish(job)
 
 
-def train(job: Any, stop: StopWish) -> None:
+def train(job: Any) -> None:
     """The loop. Nothing in it waits for the GPU but the update's own check for finite gradients."""
     import torch
 
@@ -88,13 +87,13 @@ def train(job: Any, stop: StopWish) -> None:
     engine, run, plan, progress = job.engine, job.run, job.plan, job.progress
     while progress.applied < job.length.updates:
         started = time.perf_counter()
-        window = job.feed.take()
+        window = job.next_window()
         counts = update.Announcement(
             engine,
             tokens=window.tokens,
             samples=window.samples,
             digest=window.digest,
-            stop=stop.requested,
+            flags=job.saving.flags(unreadable=window.fault is not None),
         )
         rate = objective.learning_rate(
             progress.applied, peak=run.optim.lr, total=job.length.updates, schedule=run.schedule
@@ -106,6 +105,8 @@ def train(job: Any, stop: StopWish) -> None:
                 loss, _ = engine.model(**batch)
                 if index == 0:  # the other ranks' counts arrived while this forward ran
                     agreed = counts.wait()
+                    if agreed.unreadable:
+                        end_unreadable(job, window)
                     factor = objective.gradient_factor(
                         accumulation=plan.accumulation, world=plan.world, tokens=agreed.tokens
                     )
@@ -118,28 +119,47 @@ def train(job: Any, stop: StopWish) -> None:
             job.meter.add(job.fields(window, result, agreed, rate, started), loss_sum)
         elif progress.skipped_in_a_row >= run.optim.max_skipped_in_a_row:
             give_up(job, window)
-        after_update(job, result.applied, agreed.stop)
+        after_update(job, result.applied, agreed)
 
 
-def after_update(job: Any, applied: bool, stop: bool) -> None:
+def after_update(job: Any, applied: bool, agreed: Any) -> None:
     """What is due now and then: a logged line, an evaluation, a checkpoint, the end on request."""
     from recipes.model import check_compiled
-    from recipes.resume import save
 
     if job.run.model.compile and not job.compile_checked:
         check_compiled()
         job.compile_checked = True
-    run, step = job.run, job.progress.applied
+    run, step, saving = job.run, job.progress.applied, job.saving
     last = step == job.length.updates
     if applied and (step % run.log.every_updates == 0 or last):
         job.meter.flush()
+    if agreed.written:
+        saving.settle(job)
     if applied and run.evaluate and (step % run.evaluate.every_updates == 0 or last):
         evaluate(job)
-    if (applied and step % run.checkpoint.every_updates == 0) or last or stop:
-        save(job)
-    if stop and not last:
+    reason = saving.due(job.progress, applied=applied, agreed=agreed, last=last)
+    if reason is not None:
+        saving.save(job, reason)
+    if agreed.stop and not last:
         job.meter.close()
         raise Stopped(f"stopped at update {step} of {job.length.updates}; start it again to go on")
+
+
+def end_unreadable(job: Any, window: Any) -> None:
+    """End the run on all ranks, with a checkpoint, because one of them can't read its data.
+
+    Raises:
+        ValueError: always, on the rank that can't. PeerError: always, on the others.
+    """
+    if job.saving.unsaved(job.progress):
+        job.saving.save(job, "unreadable")
+    job.saving.finish(job)
+    faults = job.engine.peers.gather(str(window.fault) if window.fault else None)
+    job.meter.close()
+    if window.fault is not None:
+        raise window.fault
+    rank, text = next((r, text) for r, text in enumerate(faults) if text is not None)
+    raise PeerError(f"rank {rank}: {text}", exit_code(ValueError()))
 
 
 def evaluate(job: Any) -> None:
@@ -162,7 +182,9 @@ def evaluate(job: Any) -> None:
     loss = loss_sum / max(tokens, 1.0)
     perplexity = math.exp(min(loss, 700.0))  # exp overflows a float above 709
     values = {"step": job.progress.applied, "tokens": job.progress.tokens}
-    job.meter.evaluation(values | {"held_out_loss": loss, "held_out_perplexity": perplexity})
+    values |= {"held_out_loss": loss, "held_out_perplexity": perplexity}
+    job.held_out_result = values
+    job.meter.evaluation(values)
 
 
 def give_up(job: Any, window: Any) -> None:
@@ -175,6 +197,7 @@ def give_up(job: Any, window: Any) -> None:
     from recipes.resume import last_checkpoint
 
     engine, progress = job.engine, job.progress
+    job.saving.finish(job)
     batches = list(window.batches(engine.device))
     factor = objective.gradient_factor(accumulation=1, world=1, tokens=window.tokens) * (
         progress.scales[-1] if progress.scales else 1.0
@@ -208,16 +231,17 @@ def finish(job: Any) -> None:
     from recipes.job import close
     from recipes.telling import continuation, result, summary
 
-    first, folder = job.engine.peers.rank == 0, job.run.folder
+    peers, folder = job.engine.peers, job.run.folder
     job.meter.close()
-    if first:
-        values = summary(job)
+    values = peers.from_first(lambda: summary(job))
+    if job.disks.lead(peers.rank):
         runfolder.write_record(folder, "summary.json", values)
+    if peers.rank == 0:
         logger.info("\n%s", result(values))
         if job.run.sample is not None:
             logger.info("sample   %s\n", continuation(job))
     close(job)
-    if first:
+    if peers.rank == 0:
         logger.info("%s", runfolder.where_everything_is(folder))
 
 

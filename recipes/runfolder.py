@@ -5,11 +5,10 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import shutil
-import socket
 import subprocess
 import sys
 import time
-import uuid
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -42,14 +41,19 @@ OURS = {
     "nonfinite.json",
     "metrics.jsonl",
     "evaluations.jsonl",
+    "saves.jsonl",
     "tokenizer.json",
     "checkpoints",
     "status",
     "trackers",
     "logs",
+    "lock",
+    "SAVE",
+    "STOP",
 }
-# The logs of `octet launch` are being written while a fresh start clears the folder.
-KEPT = {"logs"}
+# What is in use while a fresh start clears the folder: `octet launch` writes its logs, the ranks
+# their status, and the lock is held.
+KEPT = {"logs", "lock"}
 PACKAGES = ("torch", "accelerate", "deepspeed", "transformers", "datasets", "tokenizers", "numpy")
 
 
@@ -141,6 +145,7 @@ def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return out
 
 
+@cache
 def _commit() -> str | None:
     """The commit of this checkout; None without git or without a commit."""
     words = ["git", "rev-parse", "--verify", "HEAD"]
@@ -153,12 +158,19 @@ def _commit() -> str | None:
     return found.stdout.strip()
 
 
-def provenance() -> dict[str, Any]:
-    """Versions, commit and command of this start."""
+def versions() -> dict[str, Any]:
+    """Versions and commit of what is running."""
     return {
         "versions": {name: importlib.metadata.version(name) for name in PACKAGES},
         "python": sys.version.split()[0],
         "commit": _commit(),
+    }
+
+
+def provenance() -> dict[str, Any]:
+    """Versions, commit and command of this start."""
+    return {
+        **versions(),
         "command": sys.argv,
         "started": time.time(),
     }
@@ -172,34 +184,8 @@ def where_everything_is(folder: Path) -> str:
             "  run.json         settings, versions, command, hosts",
             "  metrics.jsonl    one record for every update",
             "  evaluations.jsonl  held-out loss and perplexity",
+            "  saves.jsonl      one record for every checkpoint",
             "  checkpoints/     arrays by parameter name; LATEST names the newest",
             "  summary.json     the result",
         ]
     )
-
-
-def shared_token(folder: Path) -> str:
-    """Leave a token in the run folder, by which the other ranks see whether they share it."""
-    folder.mkdir(parents=True, exist_ok=True)
-    token = uuid.uuid4().hex
-    (folder / "status").mkdir(exist_ok=True)
-    (folder / "status" / "token").write_text(token, encoding="utf-8")
-    return token
-
-
-def check_shared(folder: Path, token: str) -> None:
-    """Refuse a run folder that this rank does not share with rank 0.
-
-    Raises:
-        ValueError: the checkpoint could not be put together from every rank's files.
-    """
-    path = folder / "status" / "token"
-    try:
-        found = path.read_text(encoding="utf-8")
-    except OSError:
-        found = ""
-    if found != token:
-        raise ValueError(
-            f"{folder} on {socket.gethostname()} is not the folder that rank 0 writes to; all "
-            "nodes must share the run folder (output_dir on shared storage)"
-        )

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from recipes import metrics, runfolder
+from recipes.artifacts.continuation import continue_text
 from recipes.config import Run
 
 if TYPE_CHECKING:
@@ -84,25 +83,19 @@ def result(values: dict[str, Any]) -> str:
 
 def continuation(job: Job) -> str:
     """What the trained model writes after the run file's prompt; on one rank, no communication."""
-    asked, encoder, network = job.run.sample, job.corpus.encoder, job.engine.module.network
+    asked = job.run.sample
     assert asked is not None
-    ids = torch.tensor([encoder.encode_prompt(asked.prompt)], device=job.engine.device)
-    network.eval()
-    devices = [job.engine.device] if job.engine.device.type == "cuda" else []
-    with torch.random.fork_rng(devices), torch.no_grad(), job.engine.accelerator.autocast():
-        torch.manual_seed(job.run.seed)
-        out = network.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=asked.tokens,
-            do_sample=True,
+    with job.engine.accelerator.autocast():
+        return continue_text(
+            job.engine.module.network,
+            job.corpus.encoder,
+            asked.prompt,
+            tokens=asked.tokens,
             temperature=asked.temperature,
             top_k=asked.top_k,
-            pad_token_id=encoder.eot,
-            eos_token_id=encoder.eot,
-            use_cache=True,
+            seed=job.run.seed,
+            device=job.engine.device,
         )
-    return encoder.decode(out[0].tolist())
 
 
 def already_finished(run: Run, summary: dict[str, Any]) -> str:
@@ -114,7 +107,9 @@ def already_finished(run: Run, summary: dict[str, Any]) -> str:
 
 
 def record_start(job: Job, recorded: dict[str, Any], ranks_per_host: dict[str, int]) -> None:
-    """Write `run.json`, keeping what earlier starts were."""
+    """Write `run.json` on every disk, keeping what earlier starts were."""
+    if not job.disks.lead(job.engine.peers.rank):
+        return
     strategy = job.engine.strategy
     here = runfolder.provenance() | {
         "world": job.plan.world,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from recipes import job, telling
+from recipes import job, opening, telling
 from recipes.config import Run
 from recipes.engine.update import Agreement, UpdateResult
 from recipes.objective import BatchPlan, Length
@@ -57,7 +57,7 @@ def length(
     schedule: dict[str, Any], corpus: Corpus, recorded: dict[str, Any] | None = None
 ) -> Length:
     run = run_of(schedule=schedule)
-    return job._length(recorded or {}, run, corpus, FirstRank())  # type: ignore[arg-type]
+    return opening.fixed_length(recorded or {}, run, corpus, FirstRank())  # type: ignore[arg-type]
 
 
 def test_the_length_in_each_of_its_four_units() -> None:
@@ -105,7 +105,8 @@ def test_evaluation_must_fill_every_rank_alike(sequences: int, nearest: str) -> 
 
 def test_progress_counts_applied_and_skipped_windows_apart() -> None:
     progress = job.Progress()
-    agreed = Agreement(tokens=100, samples=3, digest=0, stop=False)
+    unsaid = dict.fromkeys(("stop", "save", "unreadable", "written"), False)
+    agreed = Agreement(tokens=100, samples=3, digest=0, **unsaid)
     for applied in (True, False, False, True):
         scale = 8.0 if applied else 4.0
         progress.settle(UpdateResult(applied=applied, grad_norm=1.0, loss_scale=scale), agreed)

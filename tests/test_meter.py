@@ -159,14 +159,31 @@ def test_an_evaluation_is_a_record_of_its_own(
     assert ranks.calls == []  # its sums were reduced where it was measured
 
 
-def test_a_resume_cuts_both_files(tmp_path: Path) -> None:
+def test_a_resume_cuts_every_file(tmp_path: Path) -> None:
     made, _, _ = meter(tmp_path)
     for step in (1, 2, 3):
         made.add(fields(step), 50.0)
         made.evaluation({"step": step, "held_out_loss": 1.0, "held_out_perplexity": 2.7})
+        made.saved(SAVED | {"step": step})
     made.flush()
     made.close()
     again, _, _ = meter(tmp_path, done=2)
     again.close()
-    for name in ("metrics", "evaluations"):
+    for name in ("metrics", "evaluations", "saves"):
         assert [r["step"] for r in read_json_lines(tmp_path / f"{name}.jsonl")] == [1, 2]
+
+
+SAVED = {"name": "step-00000100", "bytes": 75_900_000, "stall_ms": 31.4, "write_s": 0.42}
+
+
+def test_a_checkpoint_is_told_and_recorded(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    made, _, _ = meter(tmp_path)
+    with caplog.at_level(logging.INFO):
+        made.saved(SAVED | {"step": 100})
+    made.close()
+    assert caplog.messages == [
+        "step 100 | saved step-00000100, 75.9 MB; training stood still 31 ms, written in 420 ms"
+    ]
+    assert read_json_lines(tmp_path / "saves.jsonl") == [SAVED | {"step": 100}]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import resource
+import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +16,9 @@ from recipes.metrics import (
     as_json,
     console_line,
     eta_seconds,
+    human_bytes,
     human_rate,
+    human_seconds,
     human_time,
     model_flops_utilisation,
     peak_flops,
@@ -132,6 +136,22 @@ def test_a_rate_in_words(value: float, text: str) -> None:
     assert human_rate(value) == text
 
 
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0, "0 B"), (999, "999 B"), (1000, "1.0 kB"), (75_911_040, "75.9 MB"), (999_600, "1.0 MB")]
+    + [(18.7e9, "18.7 GB"), (123.4e9, "123 GB"), (4.2e15, "4200 TB")],
+)
+def test_bytes_in_words(value: float, text: str) -> None:
+    assert human_bytes(value) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.0314, "31 ms"), (0.9996, "1.0 s"), (4.21, "4.2 s"), (200, "3m20s")]
+)
+def test_a_short_time_in_words(seconds: float, text: str) -> None:
+    assert human_seconds(seconds) == text
+
+
 # ---- the console line
 
 
@@ -220,3 +240,26 @@ def test_several_records_of_one_append_are_one_line_each(tmp_path: Path) -> None
 
 def test_a_missing_file_holds_no_record(tmp_path: Path) -> None:
     assert read_json_lines(tmp_path / "absent.jsonl") == []
+
+
+def test_what_the_disk_has_no_room_for_is_written_when_it_has(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The kernel's limit on a file's size stands for the disk's: the write that crosses it is cut
+    short and the next one fails.
+    """
+    file = JsonLines(tmp_path / "metrics.jsonl", last_step=0)
+    kept = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (30, kept[1]))
+        for step in (1, 2, 3, 4):
+            file.append([{"step": step}])
+        assert (tmp_path / "metrics.jsonl").stat().st_size == 30  # in the middle of a line
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, kept)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert caplog.text.count("its lines are kept for later") == 1
+    file.append([{"step": 5}])
+    assert [r["step"] for r in read_json_lines(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4, 5]
+    file.close()

@@ -156,16 +156,19 @@ def test_a_fault_of_our_own_is_logged_with_its_trace_on_any_rank(
 # ---- the wish to stop
 
 
+NUMBERS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+
 @pytest.fixture
 def _handlers() -> Iterator[None]:
-    kept = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    kept = {number: signal.getsignal(number) for number in NUMBERS}
     yield
     for number, handler in kept.items():
         signal.signal(number, handler)
 
 
 @pytest.mark.usefixtures("_handlers")
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", NUMBERS)
 def test_signals_are_a_wish_and_a_second_one_kills_nobody(number: signal.Signals) -> None:
     wish = StopWish()
     assert wish.requested is False
