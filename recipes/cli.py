@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import inspect
 import io
 import logging
 import os
@@ -20,7 +19,10 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
+from recipes.artifacts.checkpoint_verbs import checkpoint
+from recipes.artifacts.verbs import evaluate, export, generate
 from recipes.outcome import TopologyError, exit_code
+from recipes.verb import verb_parser
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -57,11 +59,9 @@ def _usage() -> str:
 
 
 def _parser(verb: str, act: Callable[[list[str]], int]) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=f"octet {verb}", description=inspect.cleandoc(act.__doc__ or ""), allow_abbrev=False
-    )
-    parser.add_argument("--hostfile", default="hostfile", help="default: %(default)s")
-    return parser
+    words = verb_parser(verb, act)
+    words.add_argument("--hostfile", default="hostfile", help="default: %(default)s")
+    return words
 
 
 def _add_start(parser: argparse.ArgumentParser) -> None:
@@ -225,6 +225,10 @@ VERBS: dict[str, Callable[[list[str]], int]] = {
     "launch": launch,
     "rehearse": rehearse,
     "sync": sync,
+    "checkpoint": checkpoint,
+    "export": export,
+    "evaluate": evaluate,
+    "generate": generate,
 }
 
 

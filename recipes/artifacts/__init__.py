@@ -1,0 +1,1 @@
+"""What comes after training: exports, evaluations, continuations, checkpoints looked after."""
