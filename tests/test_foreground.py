@@ -52,3 +52,11 @@ def test_a_signal_that_is_ignored_from_the_start_stays_ignored(tmp_path: Path) -
     launching.wait_for((tmp_path / "up").exists, 20, "the child's start")
     os.kill(started.pid, signal.SIGINT)
     assert started.wait(20) == 5
+
+
+def test_what_a_scheduler_sends_reaches_the_child(tmp_path: Path) -> None:
+    script = f"trap 'exit 6' USR1; touch {tmp_path / 'up'}; while true; do sleep 0.05; done"
+    started = start("sh", "-c", script)
+    launching.wait_for((tmp_path / "up").exists, 20, "the child's start")
+    os.kill(started.pid, signal.SIGUSR1)
+    assert started.wait(20) == 6

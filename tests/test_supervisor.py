@@ -147,12 +147,23 @@ def test_the_first_cause_is_told_and_nothing_is_left(
         bystander.wait()
 
 
-def test_an_interrupt_signals_the_ranks_once_and_waits_for_them(tmp_path: Path) -> None:
+@pytest.mark.parametrize("whom", ["the head: SIGINT", "every process: SIGUSR1"])
+def test_an_interrupt_signals_the_ranks_once_and_waits_for_them(tmp_path: Path, whom: str) -> None:
+    """Slurm signals a whole job step, launchers included; and it may do so more than once."""
+
     def interrupt() -> None:
         wait_for(
             lambda: (tmp_path / "waiting-0").exists() and (tmp_path / "waiting-1").exists(), 60, ""
         )
-        os.kill(os.getpid(), signal.SIGINT)
+        if whom.startswith("the head"):
+            os.kill(os.getpid(), signal.SIGINT)
+            return
+        children = psutil.Process().children(recursive=True)
+        assert len(children) >= 6, children  # shell, agent, launcher, two wrappers with two ranks
+        for _ in range(2):
+            for process in [psutil.Process(), *children]:
+                process.send_signal(signal.SIGUSR1)
+            time.sleep(0.2)
 
     thread = threading.Thread(target=interrupt)
     thread.start()
@@ -286,6 +297,18 @@ def test_under_nohup_a_closed_terminal_is_no_wish() -> None:
         assert wishes == [signal.SIGTERM]
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+def test_ssh_is_deaf_to_what_a_scheduler_sends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = tmp_path / "ssh"
+    client.write_text("#!/bin/sh\nexec grep SigBlk /proc/self/status\n")
+    client.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    said = remote.start_module("localhost", "x", always_ssh=True).communicate(timeout=20)[0]
+    assert int(said.split()[1], 16) & 1 << (signal.SIGUSR1 - 1)
+    assert signal.SIGUSR1 not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
 
 
 def test_without_its_head_the_job_saves_and_ends(tmp_path: Path) -> None:

@@ -87,6 +87,13 @@ def lock(path: Path) -> None:
             raise
 
 
+def _begin(parent: int) -> None:
+    """In a launcher, before it is one. SIGUSR1, which Slurm may send to every process, is its end,
+    and with it the ranks'; these have handlers of their own."""
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    die_with(parent)
+
+
 class Agent:
     """One job on one node."""
 
@@ -185,7 +192,7 @@ class Agent:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                preexec_fn=lambda: die_with(own_pid),
+                preexec_fn=lambda: _begin(own_pid),
             )
 
     def _launcher_log(self) -> Path:
@@ -215,7 +222,7 @@ def main() -> int:
     """Serve one job over stdin and stdout."""
     # Orders come over the channel; ssh and terminals must not end the agent before its ranks. (A
     # handler, since the launchers would inherit SIG_IGN.)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, lambda *_: None)
     Agent(Channel(sys.stdin.buffer, sys.stdout.buffer)).run()
     return 0

@@ -90,7 +90,7 @@ def main(argv: list[str]) -> int:
             if running.poll() is None:
                 running.send_signal(signal.SIGTERM)
 
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, forward)
     with log.open("ab") as out:
         child = subprocess.Popen(

@@ -10,6 +10,7 @@ import json
 import math
 import os
 import shlex
+import signal
 import socket
 import subprocess
 import sys
@@ -93,17 +94,22 @@ def start_module(
 
     A session of its own keeps a terminal's Ctrl-C from it: the caller decides what that means.
     """
-    words = ["sh", "-c", node_command(module)]
+    words, kept = ["sh", "-c", node_command(module)], set[signal.Signals]()
     if always_ssh or not is_this_machine(host):
         words = ssh_words(host, node_command(module), silence_s)
-    return subprocess.Popen(
-        words,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-        env=os.environ | {"LC_ALL": "C"},  # the reasons are matched by their English words
-    )
+        kept = {signal.SIGUSR1}  # schedulers may send it to every process, and ssh would end
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, kept)  # the child begins with it
+    try:
+        return subprocess.Popen(
+            words,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+            env=os.environ | {"LC_ALL": "C"},  # the reasons are matched by their English words
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def explain(host: str, stderr: str, code: int | None) -> str:

@@ -119,13 +119,18 @@ def _words(start: Start, job: JobFile) -> dict[str, list[str]]:
 
 @contextmanager
 def _stop_signals() -> Iterator[list[int]]:
-    """Collect Ctrl-C, SIGTERM and a closed terminal as wishes while the block runs."""
+    """Collect Ctrl-C, SIGTERM, SIGUSR1 and a closed terminal as wishes while the block runs.
+
+    SIGUSR1 is what schedulers send ahead of a time limit, perhaps again and again: it asks for the
+    checkpoint, and never for an end without one.
+    """
     wishes: list[int] = []
 
     def note(number: int, frame: FrameType | None) -> None:
-        wishes.append(number)
+        if number != signal.SIGUSR1 or not wishes:
+            wishes.append(number)
 
-    numbers = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+    numbers = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1}
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # nohup
         numbers.remove(signal.SIGHUP)
     main = threading.current_thread() is threading.main_thread()

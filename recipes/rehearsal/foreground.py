@@ -11,7 +11,7 @@ from typing import Any
 
 # What a terminal sends to the whole group, and what `kill` sends to one process.
 TO_GROUP = (signal.SIGINT, signal.SIGQUIT, signal.SIGTSTP)
-TO_PROCESS = (signal.SIGTERM, signal.SIGHUP)
+TO_PROCESS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 WANTS_TERMINAL = (signal.SIGTTIN, signal.SIGTTOU)
 
 
