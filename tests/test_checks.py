@@ -13,7 +13,6 @@ from recipes.cluster.hostfile import Host
 from recipes.preflight.checks import node_rows
 from recipes.preflight.network_checks import chosen, proposed_exports
 from recipes.preflight.rows import exit_code
-from recipes.preflight.storage_checks import checkpoint_need
 from recipes.preflight.table import merged
 
 ALL = [f"worker-{i}" for i in range(3)]
@@ -339,11 +338,3 @@ def test_interfaces_are_proposed_for_all_or_by_node() -> None:
     assert proposed_exports(facts)[0] == f"{line}   # on worker-0"
     assert "ens3" in proposed_exports(facts)[2]
     assert chosen("NCCL_SOCKET_IFNAME", "eth1:1,ib", ["eth1", "ib0"]) == (["eth1", "ib0"], [])
-
-
-def test_space_counts_the_checkpoints_that_are_kept_and_one_more() -> None:
-    assert checkpoint_need(1_000, keep=3, present=0) == 48_000
-    assert checkpoint_need(1_000, keep=3, present=2) == 24_000
-    assert checkpoint_need(1_000, keep=3, present=9) == 12_000
-    rows = bad(node_rows(nodes(), wanted(parameters=None)))
-    assert {(row.check, row.verdict) for row in rows} == {("free space", "not checked")}

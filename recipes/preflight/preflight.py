@@ -36,7 +36,9 @@ from recipes.cluster.jobfile import new_job_id
 from recipes.cluster.launchers import Start, script_arguments
 from recipes.cluster.remote import ROOT
 from recipes.cluster.supervisor import supervise
+from recipes.config import Run
 from recipes.measure import stage_fault
+from recipes.objective import run_length
 from recipes.outcome import DONE, TOPOLOGY, USAGE, TopologyError
 from recipes.preflight import table
 from recipes.preflight.checks import node_rows
@@ -150,8 +152,19 @@ def _wanted(ready: Ready) -> Wanted:
         port=ready.asked.port,
         cpu=ready.arm is not None and ready.arm.cpu,
         keep=ready.run.checkpoint.keep if ready.run else None,
+        milestones=_milestones(ready.run) if ready.run else 0,
         environ=ready.env,
     )
+
+
+def _milestones(run: Run) -> int | None:
+    """Checkpoints that the run will keep for ever; None where its length is known at the start."""
+    every = run.checkpoint.milestone_every
+    if every is None:
+        return 0
+    if run.schedule.samples is not None or run.schedule.epochs is not None:
+        return None
+    return run_length(run.schedule, run.batch).updates // every
 
 
 def _tell(rows: Sequence[Row], hosts: Sequence[str], exports: Sequence[str], end: str) -> None:

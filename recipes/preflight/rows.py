@@ -88,6 +88,7 @@ class Wanted:
     cpu: bool = False  # the arm needs no GPU
     parameters: int | None = None  # of the run's model
     keep: int | None = None  # checkpoints
+    milestones: int | None = 0  # checkpoints that are kept for ever; None: not known before it
     environ: Mapping[str, str] = field(default_factory=dict)  # that the ranks will get
 
     @property

@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
+from recipes.checkpoint.space import checkpoint_need
 from recipes.outcome import USAGE
 from recipes.preflight.rows import (
     Facts,
@@ -20,8 +21,6 @@ from recipes.preflight.rows import (
     warn,
 )
 
-# Weights and Adam's two moments, each in fp32: what a checkpoint holds of every parameter.
-CHECKPOINT_BYTES = 12
 LOCK_AGE_S = 120.0  # a build may run on a machine outside the hostfile: only old locks are told
 ELSEWHERE = "or name another folder: output_dir=FOLDER"
 
@@ -56,21 +55,37 @@ def folder_rows(there: Facts, wanted: Wanted) -> list[Row]:
 
 
 def _shared_row(node: str, base: str, there: Facts) -> Row:
-    """Both ways: a node that can't read the base's files, or whose files the base misses."""
+    """One folder for all, or one on each node; not one that is seen from one side only."""
     check, folder = "shared folder", there[node]["folder"]
-    seen = [(there[name].get("meet") or {}).get("seen") for name in (node, base)]
+    seen = [_seen(there, name) for name in (node, base)]
     if seen[0] is None or seen[1] is None:
         return unchecked(check, node, "the nodes did not meet")
-    if base in seen[0] and node in seen[1]:
+    sees, is_seen = base in seen[0], node in seen[1]
+    if sees and is_seen:
         return ok(check, node, folder["filesystem"])
     found = f"not the folder of {base} ({folder['filesystem']})"
     remedy = f"ssh {node} df -h {shlex.quote(folder['path'])}   # {ELSEWHERE}"
-    return fail(check, node, found, f"{folder['path']} on shared storage", remedy, USAGE)
+    if sees or is_seen:
+        found += f"; {f'{base} does not see its files' if sees else f'{base} sees its files'}"
+        return fail(check, node, found, "one folder for all, or one each", remedy, USAGE)
+    expected = "as you wish: each node keeps its part of every checkpoint, a resume needs all parts"
+    return warn(check, node, found, expected, remedy)
 
 
-def checkpoint_need(parameters: int, keep: int, present: int) -> int:
-    """Bytes that a run still needs: one checkpoint more than it keeps, less those that exist."""
-    return CHECKPOINT_BYTES * parameters * (keep + 1 - min(present, keep))
+def _seen(there: Facts, node: str) -> list[str] | None:
+    """The nodes whose tokens a node found in its run folder; None if they were not looked for."""
+    seen: list[str] | None = (there[node].get("meet") or {}).get("seen")
+    return seen
+
+
+def _share(there: Facts, wanted: Wanted, node: str) -> float:
+    """The part of every checkpoint that a node's disk gets: that of the ranks which write there."""
+    seen = _seen(there, node)
+    if seen is None:
+        return 1.0
+    together = [n for n in there if n == node or (n in seen and node in (_seen(there, n) or []))]
+    every = sum(host.slots for host in wanted.hosts)
+    return sum(wanted.slots(name) for name in together) / every
 
 
 def space_rows(there: Facts, wanted: Wanted) -> list[Row]:
@@ -85,8 +100,15 @@ def space_rows(there: Facts, wanted: Wanted) -> list[Row]:
             why = f"{size(free)}; the model's size is not known"
             rows.append(unchecked("free space", node, why))
             continue
-        need = checkpoint_need(wanted.parameters, wanted.keep, folder.get("checkpoints", 0))
-        expected = f"{size(need)} for {wanted.keep} checkpoints and the next"
+        present, share = folder.get("checkpoints", 0), _share(there, wanted, node)
+        whole = checkpoint_need(wanted.parameters, wanted.keep, present, wanted.milestones or 0)
+        need, part = round(whole * share), "" if share == 1.0 else "this node's part of "
+        kept = f"{wanted.keep} checkpoints"
+        if wanted.milestones is None:  # how many is known at the start
+            kept += ", those that are kept for ever not counted,"
+        elif wanted.milestones:
+            kept += f", {many(wanted.milestones, 'milestone')}"
+        expected = f"{size(need)} for {part}{kept} and the next"
         about = ("free space", node, size(free), expected)
         remedy = f"ssh {node} df -h {shlex.quote(folder['path'])}   # make room, {ELSEWHERE}"
         rows.append(ok(*about) if free >= need else fail(*about, remedy, USAGE))
