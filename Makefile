@@ -1,10 +1,12 @@
 # make pretrain   the main job on this machine's CPU: installs once, trains, resumes when run again
 # make rehearsal  (as root) the hostfile's machines as network namespaces, 8 ranks, ZeRO-1 in fp16
 # make test       lint and all tests
+# make soak       the tests that kill runs, 10 times as long (SOAK=100: a night)
 PYTHON ?= python3
 RUN ?= recipes/runs/stdlib.yaml
 ARM ?= local_zero1_bf16
 RANKS := 2
+SOAK ?= 10
 CORES := $(shell getconf _NPROCESSORS_ONLN)
 BIN := .venv/bin
 
@@ -14,7 +16,7 @@ threads := $(shell echo $$(( $(CORES) / $(RANKS) > 0 ? $(CORES) / $(RANKS) : 1 )
 # The launcher loads DeepSpeed too, which else warns that it found no GPU.
 quiet := $(if $(findstring local_,$(ARM)),DS_ACCELERATOR=cpu)
 
-.PHONY: pretrain rehearsal test lint bench clean
+.PHONY: pretrain rehearsal test soak lint bench clean
 
 pretrain: .venv/run.installed
 	@$(quiet) OMP_NUM_THREADS=$(threads) $(BIN)/accelerate launch \
@@ -31,6 +33,10 @@ rehearsal: .venv/run.installed
 
 test: lint
 	$(BIN)/python -m pytest $(TESTS)
+
+soak: .venv/test.installed
+	OCTET_SOAK=$(SOAK) $(BIN)/python -m pytest \
+		tests/test_kill_harness.py tests/test_power_loss.py tests/test_engine_kills.py
 
 lint: .venv/test.installed
 	$(BIN)/ruff format --check .

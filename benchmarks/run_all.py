@@ -17,6 +17,8 @@ COMMANDS = [
     [TORCHRUN, "--nproc_per_node", "2", "benchmarks/loop.py", "zero1"],
     [TORCHRUN, "--nproc_per_node", "2", "benchmarks/loop.py", "ddp"],
     [TORCHRUN, "--nproc_per_node", "1", "benchmarks/loop.py", "zero1"],
+    [TORCHRUN, "--nproc_per_node", "2", "benchmarks/checkpoint.py", "zero1"],
+    [TORCHRUN, "--nproc_per_node", "2", "benchmarks/checkpoint.py", "ddp"],
     [sys.executable, "benchmarks/loss.py"],
     [sys.executable, "benchmarks/startup.py"],
     [TORCHRUN, "--nproc_per_node", "2", "benchmarks/wire.py"],
