@@ -139,18 +139,16 @@ def build(run: Run, args: argparse.Namespace, outcome: Outcome) -> Job | None:
         module.compile()
     engine = prepare(accelerator, module, strategy, run, plan, peers)
     length = fixed_length(recorded, run, corpus, peers)
-    check_room(run, peers, disks, count_parameters(module), length.updates)
+    parameters = count_parameters(module)
+    peers.alike(lambda: check_room(run, peers, disks, parameters, length.updates))
     restored = restore_newest(engine, run, corpus, disks)
     progress = restored.progress
-    held_out = (
-        peers.together(lambda: HeldOut.open(corpus, plan, launch.rank)) if run.evaluate else None
-    )
     job = Job(
         run=run,
         engine=engine,
         corpus=corpus,
         feed=Feed(corpus, plan, launch.rank, restored.data),
-        held_out=held_out,
+        held_out=_held_out(run, peers, corpus, plan),
         length=length,
         progress=progress,
         meter=_meter(run, engine, length, progress, first=launch.rank == 0),
@@ -162,9 +160,15 @@ def build(run: Run, args: argparse.Namespace, outcome: Outcome) -> Job | None:
     )
     record_start(job, recorded, ranks_per_host)
     if launch.rank == 0:
-        logger.info("%s", banner(job, worlds, count_parameters(module)))
+        logger.info("%s", banner(job, worlds, parameters))
     outcome.write("training")
     return job
+
+
+def _held_out(run: Run, peers: Peers, corpus: Corpus, plan: objective.BatchPlan) -> HeldOut | None:
+    if run.evaluate is None:
+        return None
+    return peers.together(lambda: HeldOut.open(corpus, plan, peers.rank))
 
 
 def _check_evaluation(run: Run, plan: objective.BatchPlan) -> None:

@@ -44,24 +44,26 @@ def open_folder(
         return recorded
 
     records = [r for r in peers.gather(peers.together(open_mine)) if r is not None]
+    if peers.rank == 0 and not disks.shared:
+        logger.info("%s", disks.describe())
     if not records:
         return {}
     recorded = max(records, key=lambda r: r["started"])  # a disk may have missed a start
-    changes = runfolder.check_same(recorded, run)
-    if peers.rank == 0:
-        for change in changes:
-            logger.info("changed since the last start: %s", change)
-        if not disks.shared:
-            logger.info("%s", disks.describe())
+    changes = peers.alike(lambda: runfolder.check_same(recorded, run))
+    for change in changes if peers.rank == 0 else ():
+        logger.info("changed since the last start: %s", change)
     return recorded
 
 
 def check_room(run: Run, peers: Peers, disks: Disks, parameters: int, updates: int) -> None:
     """Refuse a run whose checkpoints will not fit (ValueError on every rank)."""
     root, policy = run.folder / "checkpoints", run.checkpoint
-    present = min(peers.gather(len(commit.committed(root))))
-    milestones = updates // policy.milestone_every if policy.milestone_every else 0
-    need = space.checkpoint_need(parameters, policy.keep, present, milestones)
+    present = min(peers.gather([commit.step_of(path) for path in commit.committed(root)]), key=len)
+    milestones = 0
+    if policy.milestone_every:
+        kept = sum(step % policy.milestone_every == 0 for step in present)
+        milestones = max(updates // policy.milestone_every - kept, 0)
+    need = space.checkpoint_need(parameters, policy.keep, len(present), milestones)
     # `need` is of all ranks; each disk holds the share of its own.
     faults = space.check_space(root, need // peers.world, peers, disks)
     if faults:

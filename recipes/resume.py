@@ -46,7 +46,7 @@ def restore_newest(engine: Engine, run: Run, corpus: Corpus, disks: Disks) -> Re
             other data; every difference is named.
     """
     peers = engine.peers
-    found = newest_whole(run.folder / "checkpoints", peers, disks)
+    found = peers.alike(lambda: newest_whole(run.folder / "checkpoints", peers, disks))
     if found is None:
         update.seed_rng(run.seed * 1_000_003 + 1 + peers.rank)  # dropout differs by rank
         return Restored(progress=Progress(), data=None, held_out=None)

@@ -67,7 +67,7 @@ class Saving:
         self._copy = HostCopy() if background else None
         self._stall_ms, self._last = 0.0, (progress.applied, progress.windows)
         self._saved_at = self._looked_at = time.monotonic()
-        self._seen = update.Flags()
+        self._seen, self._late = update.Flags(), False
         self._remove_touched(("SAVE", "STOP"), "was there before the start")
 
     def _in_background(self, mine: int) -> bool:
@@ -101,10 +101,10 @@ class Saving:
             here = {name: (run.folder / name).exists() for name in ("SAVE", "STOP")}
             self._seen = update.Flags(save=here["SAVE"], stop=here["STOP"])
         minutes = run.checkpoint.every_minutes
-        late = minutes is not None and now - self._saved_at >= 60.0 * minutes
+        self._late = minutes is not None and now - self._saved_at >= 60.0 * minutes
         return update.Flags(
             stop=self.stop.requested or self._seen.stop,
-            save=self._seen.save or (late and self._peers.rank == 0),
+            save=self._seen.save or (self._late and self._peers.rank == 0),
             unreadable=unreadable,
             written=self._writer.ended,
         )
@@ -124,7 +124,9 @@ class Saving:
             return "milestone"
         if applied and policy.every_updates and step % policy.every_updates == 0:
             return "updates"
-        return "asked" if agreed.save else None
+        if not agreed.save:
+            return None
+        return "minutes" if self._late else "asked"  # rank 0 knows, and its word is written
 
     def unsaved(self, progress: Progress) -> bool:
         """Whether anything has moved since the last checkpoint, or the start."""

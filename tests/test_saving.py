@@ -130,6 +130,8 @@ def test_minutes_and_touched_files_are_seen(
     assert not one.flags(unreadable=False).save
     monkeypatch.setattr(time, "monotonic", lambda: now + 600.1)
     assert one.flags(unreadable=False) == update.Flags(save=True)
+    due = one.due(after(3), applied=True, agreed=agreed(save=True), last=False)
+    assert due == "minutes"
 
 
 def test_a_file_that_was_touched_before_the_start_is_removed_and_told(

@@ -220,7 +220,10 @@ TORCHLESS = [
     "recipes.metrics",
     "recipes.outcome",
 ]
-TORCHLESS += ["recipes.runfolder", "recipes.checkpoint.commit", "recipes.engine.strategy"]
+TORCHLESS += ["recipes.runfolder", "recipes.engine.strategy", "recipes.verb"]
+TORCHLESS += ["recipes.artifacts.verbs", "recipes.artifacts.checkpoint_verbs"]
+NAMED_ARRAYS = {f"recipes.checkpoint.{name}" for name in ("arrays", "pieces", "snapshot")}
+TORCHLESS += [m for m in MODULES if m.startswith("recipes.checkpoint.") and m not in NAMED_ARRAYS]
 TORCHLESS += ["recipes.pretrain", "recipes.measure", "recipes.cli"]
 ROOMS_WITHOUT_TORCH = ("recipes.cluster", "recipes.preflight", "recipes.rehearsal")
 RUNS_ON_RANKS = "recipes.preflight.measuring"

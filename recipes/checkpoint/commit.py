@@ -275,6 +275,11 @@ def committed(root: Path) -> list[Path]:
     return [path for _, path in sorted(found, reverse=True)]
 
 
+def step_of(folder: Path) -> int:
+    """The step of a committed folder, by its name."""
+    return int(folder.name.removeprefix("step-"))
+
+
 def read_pointer(root: Path) -> str | None:
     """The name that the pointer holds; None if there is none to be read."""
     try:

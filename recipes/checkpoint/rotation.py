@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from recipes.checkpoint import files
-from recipes.checkpoint.commit import committed
+from recipes.checkpoint.commit import committed, step_of
 from recipes.checkpoint.manifest import read_manifest
 from recipes.checkpoint.recovery import ASIDE, survey
 from recipes.checkpoint.verify import check_folder
@@ -25,7 +25,7 @@ def rotate(root: Path, keep: int, step: int) -> list[Path]:
     assert keep >= 2, "the one checkpoint left may be the broken one"
     kept, gone = 0, []
     for folder in committed(root):
-        if _step(folder) > step:
+        if step_of(folder) > step:
             continue
         if kept < keep:
             kept += not check_folder(folder, hashes=False).faults
@@ -81,10 +81,6 @@ def _old(root: Path, keep: int) -> list[tuple[Path, str]]:
         elif not _milestone(folder, unreadable=False):
             found.append((folder, f"older than the newest {keep}"))
     return found if proven else []
-
-
-def _step(folder: Path) -> int:
-    return int(folder.name.removeprefix("step-"))
 
 
 def _milestone(folder: Path, *, unreadable: bool) -> bool:

@@ -89,6 +89,15 @@ class Peers:
             raise PeerError(f"rank 0: {value}", code)
         return value
 
+    def alike(self, act: Callable[[], T]) -> T:
+        """Run `act`, which fails on all ranks alike if it fails; rank 0 tells it for all."""
+        try:
+            return act()
+        except (ValueError, RuntimeError, OSError) as error:
+            if self.rank == 0:
+                raise
+            raise PeerError(f"rank 0: {error}", exit_code(error)) from error
+
     def together(self, act: Callable[[], T]) -> T:
         """Run `act`, which must not communicate, on every rank; if one fails, all fail."""
         try:
