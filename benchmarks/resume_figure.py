@@ -1,6 +1,6 @@
 """Draws docs/resume.svg: a run that loses a node on the way, beside the run that never lost one.
 
-    python benchmarks/resume_figure.py       # as root; needs matplotlib
+    python benchmarks/resume_figure.py       # as root; needs the extra `figures`
 
 Real runs on two rehearsed hosts, each start by `octet launch` (ZeRO-1, bf16, no dropout): 2 x 2
 ranks until the ranks of one host get SIGKILL, 1 x 2 ranks from the last checkpoint until somebody
