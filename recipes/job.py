@@ -127,7 +127,7 @@ def build(run: Run, args: argparse.Namespace, outcome: Outcome) -> Job | None:
         peers = Peers(launch.rank, launch.world)
     outcome.joined = True
 
-    disks = probe(run.folder, peers, peers.hosts[launch.rank])
+    disks = peers.alike(lambda: probe(run.folder, peers, peers.hosts[launch.rank]))
     recorded = open_folder(run, peers, disks, outcome, fresh=args.fresh)
     if recorded.get("finished"):
         if launch.rank == 0:
@@ -158,7 +158,7 @@ def build(run: Run, args: argparse.Namespace, outcome: Outcome) -> Job | None:
         saving=Saving(engine, run, disks, progress),
         held_out_result=restored.held_out,
     )
-    record_start(job, recorded, ranks_per_host)
+    peers.together(lambda: record_start(job, recorded, ranks_per_host))
     if launch.rank == 0:
         logger.info("%s", banner(job, worlds, parameters))
     outcome.write("training")
@@ -211,12 +211,14 @@ def _meter(
             shown = {k: v for k, v in values.items() if v is not None and k != "step"}
             engine.accelerator.log(shown, step=step)
 
-    return Meter(
-        reduce=lambda losses: update.sum_over_ranks(engine, losses),
-        track=track,
-        folder=run.folder if first else None,
-        total=length.updates,
-        done=progress.applied if progress.windows else -1,  # nothing restored: nothing to keep
+    return engine.peers.together(
+        lambda: Meter(
+            reduce=lambda losses: update.sum_over_ranks(engine, losses),
+            track=track,
+            folder=run.folder if first else None,
+            total=length.updates,
+            done=progress.applied if progress.windows else -1,  # nothing restored: nothing to keep
+        )
     )
 
 

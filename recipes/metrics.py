@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from recipes.runfolder import write_text
+
 logger = logging.getLogger(__name__)
 
 # Dense 16-bit peaks with fp32 accumulation, FLOP/s per GPU, from NVIDIA's data sheets: Tesla V100
@@ -136,11 +138,8 @@ class JsonLines:
     """
 
     def __init__(self, path: Path, last_step: int) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
         kept = [r for r in read_json_lines(path) if r["step"] <= last_step]
-        beside = path.with_suffix(".partial")
-        beside.write_text("".join(json.dumps(r) + "\n" for r in kept), encoding="utf-8")
-        beside.rename(path)
+        write_text(path, "".join(json.dumps(r) + "\n" for r in kept))
         self._path, self._left = path, b""
         self._file = path.open("ab", buffering=0)
 
@@ -172,11 +171,18 @@ class JsonLines:
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """Every whole record of a file; a last line that a crash cut short is left out."""
+    """Every whole record of a file, up to what a crash cut short or the power left unwritten."""
     if not path.is_file():
         return []
-    lines = path.read_text(encoding="utf-8").split("\n")
-    return [json.loads(line) for line in lines[:-1] if line]
+    records = []
+    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    for line in filter(None, lines[:-1]):
+        try:
+            records.append(json.loads(line))
+        except ValueError:
+            logger.warning("%s is damaged after its record %d", path, len(records))
+            break
+    return records
 
 
 def as_json(record: Record) -> dict[str, Any]:

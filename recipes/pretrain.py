@@ -100,12 +100,14 @@ def train(job: Any) -> None:
         )
         update.set_learning_rate(engine, rate)
         loss_sum = torch.zeros((), device=engine.device)
+        random = update.rng_state(engine)
         for index, batch in enumerate(window.batches(engine.device)):
             with update.micro_batch(engine):
                 loss, _ = engine.model(**batch)
                 if index == 0:  # the other ranks' counts arrived while this forward ran
                     agreed = counts.wait()
                     if agreed.unreadable:
+                        update.set_rng_state(engine, random)  # the forward has drawn from it
                         end_unreadable(job, window)
                     factor = objective.gradient_factor(
                         accumulation=plan.accumulation, world=plan.world, tokens=agreed.tokens
@@ -234,8 +236,8 @@ def finish(job: Any) -> None:
     peers, folder = job.engine.peers, job.run.folder
     job.meter.close()
     values = peers.from_first(lambda: summary(job))
-    if job.disks.lead(peers.rank):
-        runfolder.write_record(folder, "summary.json", values)
+    lead = job.disks.lead(peers.rank)
+    peers.together(lambda: runfolder.write_record(folder, "summary.json", values) if lead else None)
     if peers.rank == 0:
         logger.info("\n%s", result(values))
         if job.run.sample is not None:

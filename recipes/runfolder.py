@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from recipes.checkpoint import files
 from recipes.config import Run
 
 # Keys that may change between two starts of one run: they touch neither data order nor objective.
@@ -75,11 +76,11 @@ def write_record(folder: Path, name: str, value: dict[str, Any]) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file so that a reader never sees half of it."""
+    """Write a file so that a reader never sees half of it, even after the power was lost."""
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.partial")
-    beside.write_text(text, encoding="utf-8")
-    beside.rename(path)
+    files.write_file(beside, [text.encode()])
+    files.rename(beside, path)
 
 
 def clear(folder: Path) -> None:
@@ -158,10 +159,16 @@ def _commit() -> str | None:
     return found.stdout.strip()
 
 
+@cache
+def _packages() -> dict[str, str]:
+    """Versions as they were at the start; a package may be replaced under a run."""
+    return {name: importlib.metadata.version(name) for name in PACKAGES}
+
+
 def versions() -> dict[str, Any]:
     """Versions and commit of what is running."""
     return {
-        "versions": {name: importlib.metadata.version(name) for name in PACKAGES},
+        "versions": _packages(),
         "python": sys.version.split()[0],
         "commit": _commit(),
     }

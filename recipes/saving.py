@@ -62,20 +62,25 @@ class Saving:
         self._lead = disks.lead(engine.peers.rank)
         self._group = engine.peers.another()
         mine = sum(values.numel() * values.element_size() for _, _, values in state.owned(engine))
-        background = engine.peers.together(lambda: self._in_background(mine))
+        shares = self._peers.gather((self._peers.hosts[self._peers.rank], mine, memory_left()))
+        background = self._peers.alike(lambda: self._in_background(shares))
         self._writer = Writer(self._group, background)
         self._copy = HostCopy() if background else None
         self._stall_ms, self._last = 0.0, (progress.applied, progress.windows)
         self._saved_at = self._looked_at = time.monotonic()
         self._seen, self._late = update.Flags(), False
+        self._looked_for = {"SAVE", "STOP"}
         self._remove_touched(("SAVE", "STOP"), "was there before the start")
 
-    def _in_background(self, mine: int) -> bool:
-        """Whether the snapshots have room beside what is there (ValueError if they must)."""
+    def _in_background(self, shares: list[tuple[str, int, int]]) -> bool:
+        """Whether the snapshots have room beside what is there (ValueError if they must).
+
+        Args:
+            shares: every rank's host, its part of the state in bytes and the memory that is left.
+        """
         wish = self._run.checkpoint.write
         if wish == "blocking":
             return False
-        shares = self._peers.gather((self._peers.hosts[self._peers.rank], mine, memory_left()))
         crowded = []
         for host in dict.fromkeys(host for host, _, _ in shares):
             need = sum(size for name, size, _ in shares if name == host)
@@ -98,8 +103,9 @@ class Saving:
         now, run = time.monotonic(), self._run
         if self._lead and now - self._looked_at >= LOOK_S:
             self._looked_at = now
-            here = {name: (run.folder / name).exists() for name in ("SAVE", "STOP")}
-            self._seen = update.Flags(save=here["SAVE"], stop=here["STOP"])
+            # Not Path.exists, which raises where a network file system has no answer.
+            names = {name for name in self._looked_for if os.access(run.folder / name, os.F_OK)}
+            self._seen = update.Flags(save="SAVE" in names, stop="STOP" in names)
         minutes = run.checkpoint.every_minutes
         self._late = minutes is not None and now - self._saved_at >= 60.0 * minutes
         return update.Flags(
@@ -144,9 +150,9 @@ class Saving:
         started = time.perf_counter()
         limit_s = float(os.environ.get("OCTET_ENTRY_S", ENTRY_S))
         self._peers.enter(f"the save of update {job.progress.applied}", limit_s)
-        if self._writer.busy or self._writer.ended:  # never two in flight
+        if self._writer.pending:  # never two in flight
             self.settle(job)
-        job.meter.flush()  # so that the records of every saved update are on the disk
+        job.meter.flush()  # so that every saved update has its record in the file
         pieces = [Piece(*piece) for piece in state.owned(job.engine)]
         if self._copy is not None:
             pieces = self._copy.take(pieces)
@@ -166,7 +172,7 @@ class Saving:
         step, rank, root = job.progress.applied, engine.peers.rank, run.folder / "checkpoints"
         random = update.rng_state(engine)
         cursors = engine.peers.gather(job.feed.cursors())
-        contents = _contents(job, cursors)
+        contents = _contents(job, cursors) if rank == 0 else {}
         milestone = bool(
             run.checkpoint.milestone_every and step % run.checkpoint.milestone_every == 0
         )
@@ -220,16 +226,22 @@ class Saving:
 
     def finish(self, job: Job) -> None:
         """Wait for what is being written; call it before the run ends well."""
-        if self._writer.busy or self._writer.ended:
+        if self._writer.pending:
             self.settle(job)
 
     def _remove_touched(self, names: tuple[str, ...], why: str) -> None:
-        for name in names if self._lead else ():
+        for name in self._looked_for.intersection(names if self._lead else ()):
             path = self._run.folder / name
-            if path.exists():
+            if not os.access(path, os.F_OK):
+                continue
+            try:
                 path.unlink(missing_ok=True)
-                if why:
-                    logger.warning("%s %s; removed", path, why)
+            except OSError as error:
+                self._looked_for.discard(name)  # else it would be a wish for ever
+                logger.warning("%s can't be removed and is ignored: %s", path, error.strerror)
+                continue
+            if why:
+                logger.warning("%s %s; removed", path, why)
 
 
 def _contents(job: Job, cursors: list[Any]) -> dict[str, Any]:
@@ -254,7 +266,7 @@ def _common(job: Job, contents: dict[str, Any]) -> dict[str, bytes]:
     texts = {
         STATE: json.dumps(contents, indent=1) + "\n",
         ARRAYS: json.dumps(state.layout(job.engine), indent=1) + "\n",
-        "tokenizer.json": job.corpus.tokenizer_path.read_text(encoding="utf-8"),
+        "tokenizer.json": job.corpus.tokenizer,
         "config.json": job.engine.module.config.to_json_string(),
     }
     return {name: text.encode() for name, text in texts.items()}

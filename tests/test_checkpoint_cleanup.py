@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from checkpoint_saves import ALONE, content, faults, names, newest, newest_step, save
 
-from recipes.checkpoint import commit, rotation
+from recipes.checkpoint import commit, recovery, rotation
+from recipes.checkpoint.manifest import Manifest
 
 PARTIAL, REPLACED = ".step-00000002.partial", ".step-00000002.replaced"
 
@@ -30,6 +31,25 @@ def test_an_interrupted_first_save_is_no_broken_checkpoint(tmp_path: Path) -> No
     (tmp_path / ".step-00000001.partial").mkdir()
     assert newest(tmp_path) is None
     assert names(tmp_path) == []
+
+
+def test_a_manifest_that_is_not_to_be_read_for_a_moment_sets_nothing_whole_aside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, 1)
+    save(tmp_path, 2)
+    (tmp_path / "step-00000002" / "part-0.bin").unlink()
+    read, asked = recovery.read_manifest, []
+
+    def sometimes(folder: Path) -> Manifest:
+        asked.append(folder)
+        if len(asked) > 2:  # each was looked over once; now they are put in order
+            raise ValueError("manifest.json: Input/output error")
+        return read(folder)
+
+    monkeypatch.setattr(recovery, "read_manifest", sometimes)
+    assert newest_step(tmp_path) == 1
+    assert names(tmp_path) == ["LATEST", "step-00000001", "step-00000002.broken"]
 
 
 def test_what_was_prepared_is_committed_at_the_next_start(tmp_path: Path) -> None:

@@ -210,6 +210,24 @@ def test_damage_on_one_disk_is_reported_with_the_nodes_name(
         assert "step-00000002.broken" in names(tmp_path / f"disk-{number}")
 
 
+def test_a_disk_that_cannot_be_looked_over_ends_the_start_on_all_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, 1, TWO)
+    look = verify.survey
+
+    def stale(root: Path) -> Any:
+        if root.name == "disk-1":
+            raise OSError(116, "Stale file handle")
+        return look(root)
+
+    monkeypatch.setattr(verify, "survey", stale)
+    for told in on_all_ranks(
+        lambda group: verify.newest_whole(place(tmp_path, TWO, group.rank), group, TWO), 3
+    ):
+        assert "looked over: rank 1 (worker-1): Stale file handle" in str(told)
+
+
 def test_a_common_file_that_one_disk_lost_comes_from_another(tmp_path: Path) -> None:
     save(tmp_path, 1, TWO)
     folder = tmp_path / "disk-1" / "step-00000001"

@@ -78,6 +78,17 @@ def test_the_last_but_one_is_never_rotated_away(keep: int, tmp_path: Path) -> No
 # ---- pruning
 
 
+def test_a_rotation_that_fails_is_told_and_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def stale(root: Path) -> list[Path]:
+        raise OSError(116, "Stale file handle", str(root))
+
+    monkeypatch.setattr(rotation, "committed", stale)
+    assert rotation.rotate(tmp_path, 2, 3) == []
+    assert "old checkpoints could not be deleted: Stale file handle" in caplog.text
+
+
 def leftovers(root: Path) -> None:
     """One of every kind."""
     for name in (".step-00000007.partial", ".step-00000008.stale", "step-00000009.broken"):

@@ -80,38 +80,19 @@ def test_in_the_background_the_caller_goes_on_and_collects_later() -> None:
         assert go.wait(5) and group.world == 1
         return "written"
 
-    assert not writer.busy and not writer.ended
+    assert not writer.pending and not writer.ended
     writer.start(act)
-    assert writer.busy and not writer.ended
-    assert not writer.close(0.01)
+    assert writer.pending and not writer.ended
+    with pytest.raises(AssertionError, match="two would be in flight"):
+        writer.start(act)
     go.set()
-    assert writer.close(5) and writer.ended and not writer.busy
-    assert writer.collect() == "written" and not writer.ended
+    assert writer.collect() == "written" and not writer.pending and not writer.ended
     assert threads[0] is not threading.main_thread() and threads[0].daemon
-    assert writer.close(0)
-
-
-def test_never_two_are_in_flight_and_no_result_is_lost() -> None:
-    writer, running = Writer(Alone(), background=True), []
-
-    def act(number: int) -> Any:
-        def run(_: Any) -> int:
-            running.append(number)
-            assert len(running) == 1
-            threading.Event().wait(0.02)
-            running.remove(number)
-            return number
-
-        return run
-
-    for number in range(4):
-        writer.start(act(number))
-    assert [writer.collect() for _ in range(4)] == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("background", [True, False])
 @pytest.mark.parametrize("error", [OSError(28, "No space"), RuntimeError("peer"), KeyError("ours")])
-def test_a_failure_is_raised_when_it_is_collected_or_at_the_next_start(
+def test_a_failure_is_raised_when_it_is_collected(
     error: Exception, background: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(threading, "excepthook", lambda _: None)  # shows faults of our own
@@ -125,13 +106,9 @@ def test_a_failure_is_raised_when_it_is_collected_or_at_the_next_start(
             writer.start(fail)
         return
     writer.start(fail)
-    assert writer.close(5) and writer.ended
     with pytest.raises(type(error)):
         writer.collect()
-    assert not writer.ended
-    writer.start(fail)
-    with pytest.raises(type(error)):
-        writer.start(lambda _: None)
+    assert not writer.pending
     writer.start(lambda _: "next")
     assert writer.collect() == "next"
 
@@ -139,7 +116,7 @@ def test_a_failure_is_raised_when_it_is_collected_or_at_the_next_start(
 def test_without_a_background_it_is_done_at_once_in_the_callers_thread() -> None:
     writer, threads = Writer(Alone(), background=False), []
     writer.start(lambda _: threads.append(threading.current_thread()))
-    assert threads == [threading.current_thread()] and writer.ended and not writer.busy
+    assert threads == [threading.current_thread()] and writer.ended
     assert writer.collect() is None
 
 

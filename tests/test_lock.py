@@ -207,3 +207,28 @@ def test_a_torn_or_foreign_record_is_no_obstacle(path: Path) -> None:
     for text in ("", "{", "[1]", "nonsense"):
         path.write_text(text)
         assert took_s(path) < 0.4
+
+
+def test_a_beat_reaches_the_server_at_once(path: Path) -> None:
+    """A network file system keeps what is written for half a minute, and others see no beat."""
+    lock_ = FolderLock(path, {})
+    with lock_:
+        assert fcntl.fcntl(lock_._handle, fcntl.F_GETFL) & os.O_DSYNC
+
+
+def test_a_lock_that_cannot_be_closed_hides_no_end(
+    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    held = FolderLock(path, {})
+    held.acquire()
+    close = os.close
+
+    def full(handle: int) -> None:
+        close(handle)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "close", full)
+        held.release()
+    assert "could not be marked as ended" in caplog.text
+    assert took_s(path) < 0.4

@@ -221,6 +221,15 @@ def test_a_last_line_that_lacks_only_its_end_counts_as_cut_short(tmp_path: Path)
     assert [r["step"] for r in read_json_lines(path)] == [1]
 
 
+def test_what_the_power_left_unwritten_ends_the_records(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(lines(1, 2).encode() + b"\0" * 40 + lines(9).encode())
+    assert [r["step"] for r in read_json_lines(path)] == [1, 2]
+    assert "metrics.jsonl is damaged after its record 2" in caplog.text
+
+
 def test_a_fresh_start_empties_the_file(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text(lines(1, 2))

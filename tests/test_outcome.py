@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from recipes.checkpoint.group import StageError
+from recipes.engine.peers import Peers
 from recipes.outcome import (
     NumbersError,
     Outcome,
@@ -140,6 +142,29 @@ def test_an_error_is_printed_once(
         outcome.joined = joined
         raise error
     assert capsys.readouterr().err == printed
+
+
+@pytest.mark.parametrize(
+    ("error", "rank", "other"),
+    [
+        (ValueError("none is whole"), 0, False),
+        (ValueError("none is whole"), 1, True),
+        (StageError("rank 2: full"), 1, True),
+        (OSError(116, "Stale file handle"), 1, False),  # which only this rank has met
+        (RuntimeError("Connection closed by peer"), 1, False),
+    ],
+)
+def test_what_all_ranks_find_alike_is_told_by_the_first(
+    error: Exception, rank: int, other: bool
+) -> None:
+    def act() -> None:
+        raise error
+
+    peers = Peers.__new__(Peers)
+    peers.rank = rank
+    with pytest.raises(PeerError if other else type(error), match=str(error.args[-1])) as caught:
+        peers.alike(act)
+    assert exit_code(caught.value) == exit_code(error)
 
 
 def test_a_fault_of_our_own_is_logged_with_its_trace_on_any_rank(

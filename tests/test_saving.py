@@ -38,7 +38,7 @@ class Peer(Alone):
     def another(self) -> Peer:
         return self
 
-    def together(self, act: Any) -> Any:
+    def alike(self, act: Any) -> Any:
         return act()
 
     def enter(self, what: str, limit_s: float) -> None:
@@ -157,6 +157,33 @@ def test_a_save_is_told_once_and_its_wish_is_taken_back(tmp_path: Path, write: s
     assert told["stall_ms"] > 0 and told["write_s"] > 0
     assert not (tmp_path / "SAVE").exists()
     assert not one.unsaved(after(3)) and one.unsaved(after(3, windows=4))
+
+
+def test_a_touched_file_that_cannot_be_removed_is_told_once_and_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    one, job = made(tmp_path)
+    (tmp_path / "SAVE").mkdir()
+    now = time.monotonic()
+    for step in (3, 4):
+        job.progress = after(step)
+        now += 10.0
+        monkeypatch.setattr(time, "monotonic", lambda at=now: at)
+        assert one.flags(unreadable=False).save == (step == 3)
+        one.save(job, "asked")
+        one.finish(job)
+    assert caplog.text.count("SAVE can't be removed") == 1
+
+
+def test_where_a_touched_file_cannot_be_looked_for_nobody_asks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, _ = made(tmp_path)
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now + 1.0)
+    lost = Path("x" * 300)  # an error of the system, and not only "no such file"
+    monkeypatch.setattr(one, "_run", SimpleNamespace(folder=lost, checkpoint=one._run.checkpoint))
+    assert one.flags(unreadable=False) == update.Flags()
 
 
 def broken(*_: Any, **__: Any) -> Any:

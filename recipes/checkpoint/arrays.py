@@ -10,7 +10,6 @@ weights = opened.arrays.whole("weight/lm_head.weight")
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +22,6 @@ from recipes.checkpoint.group import Group
 from recipes.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from recipes.checkpoint.pieces import (
     KINDS,
-    LAYOUT,
     ArrayReader,
     Part,
     Piece,
@@ -86,7 +84,7 @@ class TogetherReader:
         try:
             self._files = ArrayReader(found.folder, mine)
             parts = list(self._files.parts())
-        except ValueError as error:
+        except (ValueError, OSError) as error:
             fault = str(error)
         first = [(n, p) for n, p in parts if self._holders[p.file][0] == group.rank]
         outcomes = group.gather(([] if self.local else first, fault))
@@ -94,17 +92,6 @@ class TogetherReader:
         if not self.local:
             parts = [part for told, _ in outcomes for part in told]
         self._index = merged((name, Part(*part)) for name, part in parts)
-        self.layout: dict[str, Any] = json.loads(found.read_common(LAYOUT, group))
-
-    def names(self) -> set[str]:
-        """Every array's name."""
-        return set(self._index)
-
-    def size(self, name: str) -> int:
-        """Elements of an array (ValueError if there is none of that name)."""
-        if name in self.layout:
-            return math.prod(self.layout[name]["shape"])
-        return found_parts(self._index, name, self._found.folder)[-1].stop
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
         """Elements `start` to `stop` (the end) of an array, flat, on the host.
@@ -114,7 +101,7 @@ class TogetherReader:
                 raised on every rank.
         """
         parts = found_parts(self._index, name, self._found.folder)
-        stop = self.size(name) if stop is None else stop
+        stop = parts[-1].stop if stop is None else stop
         if self.local:
             return self._files.read(name, start, stop)
         ranges: list[tuple[int, int]] = self._group.gather((start, stop))

@@ -32,14 +32,13 @@ from recipes.checkpoint.disks import Disks
 from recipes.checkpoint.files import FileRecord
 from recipes.checkpoint.group import Alone as Alone
 from recipes.checkpoint.group import Group as Group
-from recipes.checkpoint.group import told
+from recipes.checkpoint.group import StageError, stage, told
 from recipes.checkpoint.manifest import MANIFEST, PlacedRecord
 
 logger = logging.getLogger(__name__)
 
 POINTER = "LATEST"
 COMMITTED = re.compile(r"^step-(\d{8,})$")
-FAULTS = (OSError, RuntimeError, ValueError, MemoryError)  # told to the peers, who else would wait
 
 
 def folder_name(step: int) -> str:
@@ -135,21 +134,13 @@ class _Commit:
 
     def _stage(self, act: Callable[[], Any]) -> list[Any]:
         """Run a stage on every rank; a fault of one is told on all and ends the commit."""
-        value, fault = None, None
+        what = f"checkpoint {self._at.target.name} was not written"
         try:
-            value = act()
-        except FAULTS as error:
-            fault = told(error, self._at.partial)
-        outcomes = self._group.gather((value, fault))
-        faults = [
-            f"rank {rank}{f' ({host})' if host else ''}: {text}"
-            for rank, ((_, text), host) in enumerate(zip(outcomes, self._disks.hosts, strict=True))
-            if text
-        ]
-        if faults:
-            self._retract()
-            raise OSError(f"checkpoint {self._at.target.name} was not written: {'; '.join(faults)}")
-        return [value for value, _ in outcomes]
+            return stage(self._group, self._disks.hosts, what, act, self._at.partial)
+        except StageError:
+            with suppress(OSError):  # what is left is cleaned at the next save or start
+                self._retract()
+            raise
 
     def _prepare(self, values: Any) -> Any:
         """Make the partial folder anew; hand on what the other ranks are to know."""
@@ -245,10 +236,10 @@ class _Commit:
             return
         try:
             files.rename(self._at.pointer, self._at.root / POINTER)
+            if self._at.replaced.exists():
+                files.remove(self._at.replaced)
         except OSError as error:
             logger.warning("%s does not name %s: %s", POINTER, self._at.target.name, told(error))
-        if self._at.replaced.exists():
-            files.remove(self._at.replaced)
 
     def _retract(self) -> None:
         """Take back what this disk has of a commit that failed, and free the space."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     import torch
+
+FAULTS = (OSError, RuntimeError, ValueError, MemoryError)  # told to the peers, who else would wait
 
 
 class Group(Protocol):
@@ -34,6 +37,38 @@ class Alone:
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
         """Nobody else is there."""
+
+
+class StageError(OSError):
+    """Some ranks failed; raised on all of them alike."""
+
+
+def stage(
+    group: Group, hosts: Sequence[str], what: str, act: Callable[[], Any], place: object = None
+) -> list[Any]:
+    """What `act`, which must not communicate, returns on every rank.
+
+    Args:
+        what: failed, for the text.
+        place: the path that an error is about which names none.
+
+    Raises:
+        StageError: some rank failed; with all of them and why.
+    """
+    value, fault = None, None
+    try:
+        value = act()
+    except FAULTS as error:
+        fault = told(error, place)
+    outcomes = group.gather((value, fault))
+    faults = [
+        f"rank {rank}{f' ({host})' if host else ''}: {text}"
+        for rank, ((_, text), host) in enumerate(zip(outcomes, hosts, strict=True))
+        if text
+    ]
+    if faults:
+        raise StageError(f"{what}: {'; '.join(faults)}")
+    return [value for value, _ in outcomes]
 
 
 def told(error: BaseException, path: object = None) -> str:

@@ -178,16 +178,6 @@ class ArrayReader:
         """Every array's name."""
         return set(self._index)
 
-    def size(self, name: str) -> int:
-        """Elements of an array.
-
-        Raises:
-            ValueError: there is none of that name.
-        """
-        if name in self.layout:
-            return math.prod(self.layout[name]["shape"])
-        return found_parts(self._index, name, self._folder)[-1].stop
-
     def read(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
         """Elements `start` to `stop` (the end) of an array, flat, on the host.
 
@@ -195,7 +185,7 @@ class ArrayReader:
             ValueError: the checkpoint does not hold them: another model was trained there.
         """
         parts = found_parts(self._index, name, self._folder)
-        stop = self.size(name) if stop is None else stop
+        stop = parts[-1].stop if stop is None else stop
         pieces = []
         for part in parts:
             low, high = max(start, part.start), min(stop, part.stop)

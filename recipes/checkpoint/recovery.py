@@ -12,7 +12,7 @@ from pathlib import Path
 from recipes.checkpoint import files
 from recipes.checkpoint.commit import POINTER, Places, read_pointer
 from recipes.checkpoint.disks import Disks
-from recipes.checkpoint.group import Group, told
+from recipes.checkpoint.group import Group, stage, told
 from recipes.checkpoint.manifest import Manifest, read_manifest
 
 logger = logging.getLogger(__name__)
@@ -75,25 +75,20 @@ def settle(root: Path, chosen: Manifest, where: Copy | None, group: Group, disks
     Raises:
         OSError: a disk could not be put in order; on every rank.
     """
-    fault = None
-    if disks.lead(group.rank) and root.is_dir():
-        try:
+
+    def put() -> None:
+        if disks.lead(group.rank) and root.is_dir():
             _settle(Places(root=root, step=chosen.step), chosen, where)
-        except OSError as error:
-            fault = told(error, root)
-    faults = [
-        f"rank {rank} ({disks.hosts[rank]}): {text}"
-        for rank, text in enumerate(group.gather(fault))
-        if text
-    ]
-    if faults:
-        raise OSError(f"the checkpoints can't be put in order: {'; '.join(faults)}")
+
+    stage(group, disks.hosts, "the checkpoints can't be put in order", put, root)
 
 
 def _settle(at: Places, chosen: Manifest, where: Copy | None) -> None:
     for copy in survey(at.root):
-        if copy.kind != "committed" or copy.step < at.step or copy.sha256 == chosen.sha256:
+        if copy.kind != "committed" or copy.step < at.step:
             continue
+        if where is not None and copy.folder == where.folder:
+            continue  # whole, whether or not its manifest can be read once more
         if copy.step == at.step and copy.sha256 is not None and copy.time <= chosen.time:
             if at.replaced.exists():
                 files.remove(at.replaced)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 from recipes.checkpoint import files
 from recipes.checkpoint.commit import committed, step_of
+from recipes.checkpoint.group import told
 from recipes.checkpoint.manifest import read_manifest
 from recipes.checkpoint.recovery import ASIDE, survey
 from recipes.checkpoint.verify import check_folder
+
+logger = logging.getLogger(__name__)
 
 
 def rotate(root: Path, keep: int, step: int) -> list[Path]:
@@ -24,13 +28,16 @@ def rotate(root: Path, keep: int, step: int) -> list[Path]:
     """
     assert keep >= 2, "the one checkpoint left may be the broken one"
     kept, gone = 0, []
-    for folder in committed(root):
-        if step_of(folder) > step:
-            continue
-        if kept < keep:
-            kept += not check_folder(folder, hashes=False).faults
-        elif not _milestone(folder, unreadable=True) and files.remove(folder):
-            gone.append(folder)
+    try:
+        for folder in committed(root):
+            if step_of(folder) > step:
+                continue
+            if kept < keep:
+                kept += not check_folder(folder, hashes=False).faults
+            elif not _milestone(folder, unreadable=True) and files.remove(folder):
+                gone.append(folder)
+    except OSError as error:  # on one disk only, where all ranks have to go on alike
+        logger.warning("old checkpoints could not be deleted: %s", told(error, root))
     return gone
 
 

@@ -25,7 +25,7 @@ class HostCopy:
 
     def __init__(self) -> None:
         self._buffer = torch.empty(0, dtype=torch.uint8)
-        self._pinned = False
+        self._tried = self._pinned = False  # to page-lock it, and whether it is
 
     @property
     def bytes(self) -> int:
@@ -54,9 +54,10 @@ class HostCopy:
         return copies
 
     def _reserve(self, size: int, pin: bool) -> None:
-        if self._buffer.numel() == size and self._pinned == pin:
+        if self._buffer.numel() == size and self._tried == pin:
             return
         self.release()
+        self._tried = pin
         self._buffer = torch.empty(size, dtype=torch.uint8)
         if pin and size:
             # Not torch's pinned allocator, which rounds up to a power of two.

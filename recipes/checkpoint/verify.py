@@ -12,7 +12,7 @@ from pathlib import Path
 from recipes.checkpoint import files
 from recipes.checkpoint.commit import folder_name
 from recipes.checkpoint.disks import Disks
-from recipes.checkpoint.group import Group, told
+from recipes.checkpoint.group import Group, stage, told
 from recipes.checkpoint.manifest import MANIFEST, FileRecord, Manifest, parse, read_manifest
 from recipes.checkpoint.recovery import Copy, settle, survey, tidy
 
@@ -130,10 +130,11 @@ def newest_whole(root: Path, group: Group, disks: Disks) -> Found | None:
 
     Raises:
         ValueError: there are checkpoints, but none of them is whole.
-        OSError: what was found could not be put in order.
+        OSError: some disk can't be looked over or put in order.
     """
     lead = disks.lead(group.rank)
-    surveys = group.gather(survey(root) if lead else [])
+    what = f"the checkpoints in {root} can't be looked over"
+    surveys = stage(group, disks.hosts, what, lambda: survey(root) if lead else [], root)
     by_disk: list[list[Copy]] = [surveys[rank] for rank in disks.leads()]
     broken: list[str] = []
     for step, sha256 in _candidates(by_disk):

@@ -66,6 +66,7 @@ class Corpus:
     run: Run
     scan: Scan
     tokenizer_path: Path
+    tokenizer: str  # the file's text, which every checkpoint holds
     order: Order
 
     @classmethod
@@ -79,7 +80,8 @@ class Corpus:
             packing=run.data.packing,
             read_attempts=run.data.read_attempts,
         )
-        return cls(run, Scan.from_json(found["scan"]), tokenizer_path, order)
+        scan = Scan.from_json(found["scan"])
+        return cls(run, scan, tokenizer_path, found["tokenizer"], order)
 
     @cached_property
     def units(self) -> Units:

@@ -93,8 +93,9 @@ class Peers:
         """Run `act`, which fails on all ranks alike if it fails; rank 0 tells it for all."""
         try:
             return act()
-        except (ValueError, RuntimeError, OSError) as error:
-            if self.rank == 0:
+        except (ValueError, OSError) as error:
+            own = isinstance(error, OSError) and error.errno is not None  # the system's word to it
+            if self.rank == 0 or own:
                 raise
             raise PeerError(f"rank 0: {error}", exit_code(error)) from error
 
