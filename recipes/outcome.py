@@ -10,6 +10,7 @@ became of the run folder; a result that is put into `outcome.result` travels bac
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -26,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 # What gloo and NCCL raise on the ranks that are left when one ends.
 PEER_LEFT = ("closed by peer", "reset by peer", "Broken pipe", "remote process exited")
+# What the machine refuses and a user can mend: rights, room, quota, a disk that fails.
+SYSTEMS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EIO}
 DONE, USAGE, TOPOLOGY, NUMBERS, STOPPED = 0, 2, 3, 4, 75
 
 
@@ -69,7 +72,7 @@ def exit_code(error: BaseException) -> int:
     for kind, code in (*kinds, (NumbersError, NUMBERS), (Stopped, STOPPED)):
         if isinstance(error, kind):
             return code
-    return 1
+    return USAGE if isinstance(error, OSError) and error.errno in SYSTEMS else 1
 
 
 class Outcome:

@@ -23,6 +23,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # when launched by path
 
 from recipes import objective, runfolder
+from recipes.checkpoint.lock import is_held
 from recipes.cluster.shell import read_argument_line
 from recipes.config import Run
 from recipes.outcome import NumbersError, Outcome, PeerError, Stopped, exit_code
@@ -41,7 +42,8 @@ def main(argv: list[str] | None = None) -> int:
     )
     with Outcome(rank=rank, local_rank=local_rank) as outcome:
         run = load_run(args.run, args.overrides)
-        outcome.folder = run.folder
+        if not is_held(run.folder / "lock"):  # a living run's status files are its own
+            outcome.folder = run.folder
         outcome.write("starting")
         pretrain(run, args, outcome)
     return outcome.code

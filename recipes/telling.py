@@ -46,7 +46,7 @@ def summary(job: Job) -> dict[str, Any]:
         "skipped_updates": job.progress.skipped,
         "tokens": job.progress.tokens,
         "samples": job.progress.samples,
-        "loss": records[-1]["loss"],
+        "loss": records[-1]["loss"] if records else None,  # they may lie on another node's disk
         "tokens_per_s": metrics.per_second(
             sum(r["tokens"] for r in records), sum(r["step_ms"] for r in records)
         ),

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from recipes.checkpoint import lock
-from recipes.checkpoint.lock import FolderLock
+from recipes.checkpoint.lock import FolderLock, is_held
 
 DRIVER = Path(__file__).parent / "drivers" / "locked.py"
 
@@ -83,6 +83,8 @@ def test_a_second_run_is_refused_with_who_holds_the_folder(path: Path) -> None:
         with pytest.raises(ValueError):  # and asking does not loosen it
             FolderLock(path, {}).acquire()
         assert record(path)["state"] == "held"
+        assert is_held(path)
+    assert not is_held(path) and not is_held(path.with_name("absent"))
 
 
 def test_the_lock_of_a_killed_run_on_this_host_is_taken_at_once(path: Path) -> None:

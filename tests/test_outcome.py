@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -40,6 +41,9 @@ ROOT = Path(__file__).resolve().parent.parent
         (PeerError("x", 3), 3),
         (RuntimeError("x"), 1),
         (OSError("x"), 1),
+        (PermissionError(errno.EACCES, "Permission denied", "/root/x"), 2),
+        (OSError(errno.ENOSPC, "No space left on device", "/root/x"), 2),
+        (FileNotFoundError(errno.ENOENT, "No such file", "ours"), 1),
         (KeyError("x"), 1),
         (KeyboardInterrupt(), 1),
     ],

@@ -40,6 +40,8 @@ def test_two_runs_on_one_folder(tiny_run: Path, tmp_path: Path) -> None:
             told = second.text
             assert f"{folder} is being trained by pid {first.pids[0]}" in told, told[-2000:]
             assert told.count("stop that run, or name another output_dir") == 1
+            # Whoever wants to stop the living run finds its processes.
+            assert [status(folder, rank)["pid"] for rank in (0, 1)] == list(first.pids)
         at = nursery.steps(folder)[-1]
         first.reach(at + 1)
         first.kill()  # a dead run's lock holds nobody up
