@@ -78,7 +78,7 @@ def _export(source: str, target: Path, beside: Path, dtype: torch.dtype, shard_b
         _write(beside, artifact, facts, shard_bytes)
         del artifact  # else the proof would need memory for the weights twice
         logger.info("written   %s, %s parameters in %s", beside, f"{parameters:,}", name)
-        facts["proof"] = prove(beside, encoder, inputs, expected)
+        facts["proof"] = prove(beside, encoder, dtype, inputs, expected)
         if dtype != torch.float32:
             facts["proof"] += _rounding(exact, expected)
         _publish(beside, target, facts)
