@@ -17,6 +17,7 @@ from recipes.artifacts import exporting, facts, held_out, loading
 from recipes.artifacts.continuation import continue_text
 from recipes.cli import main
 from recipes.config import Run
+from recipes.data.batches import collate
 from recipes.data.feed import Corpus, HeldOut, look
 from recipes.data.tokens import Encoder
 from recipes.objective import BatchPlan
@@ -86,6 +87,23 @@ def test_bits_per_byte_count_every_byte_of_the_labels(
     expected = result["loss"] * result["tokens"] / math.log(2) / result["text_bytes"]
     assert result["bits_per_byte"] == pytest.approx(expected)
     assert result["runs_own_loss"] is None  # other sequences than the run's
+
+
+def test_labels_that_the_mask_leaves_out_count_for_nothing(
+    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = (run.folder.parent / "tiny.yaml").read_text()
+    path = tmp_path / "masked.yaml"
+    path.write_text(text.replace("data:\n", "data:\n  document_mask: true\n"))
+    result = evaluated([str(run.folder), "--run", str(path), "--sequences", "120"], capsys)
+    artifact = loading.open_artifact(str(run.folder))
+    settings, count = held_out.evaluation_run(artifact, str(path), 120)
+    _, rows = held_out.read_held_out(artifact, settings, count, None)
+    batch = collate(rows, 0, document_mask=True)
+    assert result["tokens"] == int((batch["labels"] != -100).sum()) < 120 * 32
+    assert result["text_bytes"] == int((batch["labels"] > 0).sum())
+    loss_sum = held_out.wrap(artifact.network, "full", prefer_chunked=False)(**batch)[0]
+    assert result["loss"] * result["tokens"] == pytest.approx(loss_sum.item(), rel=1e-5)
 
 
 def test_people_are_told_the_same(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
@@ -226,7 +244,9 @@ def test_facts_of_another_version_are_refused(tmp_path: Path) -> None:
             facts.read_facts(tmp_path)
 
 
-def test_the_revision_is_the_states_or_else_the_runs(run: Run, tmp_path: Path) -> None:
+def test_the_revision_is_the_states_or_else_the_runs(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     data = {"revision": "abc", "source": "s", "units": "u", "held_out": "h", "cursors": {}}
     known = facts.facts_of(made.state_of(run, 8, data=data), 8, tmp_path)
     assert known["revision"] == "abc"
@@ -234,6 +254,9 @@ def test_the_revision_is_the_states_or_else_the_runs(run: Run, tmp_path: Path) -
     folder = tmp_path / "checkpoints" / "step-00000008"
     assert facts.facts_of(made.state_of(run, 8), 8, folder)["revision"] is None
     (tmp_path / "run.json").write_text('{"revision": "def"}')
+    folder.mkdir(parents=True)
+    monkeypatch.chdir(folder)
+    assert facts.facts_of(made.state_of(run, 8), 8, Path())["revision"] == "def"
     assert facts.facts_of(made.state_of(run, 8), 8, folder)["revision"] == "def"
 
 
@@ -266,6 +289,7 @@ def test_a_continuation_follows_its_seed_and_leaves_the_random_state(
     greedy = generated(run, capsys, "--tokens", "20", "--greedy")
     assert greedy == generated(run, capsys, "--tokens", "20", "--greedy", "--seed", "9")
     assert greedy == generated(run, capsys, "--tokens", "20", "--top-k", "1")
+    assert greedy == generated(run, capsys, "--tokens", "20", "--temperature", "0.01")
     assert all(text.startswith("def f") for text in (first, greedy))
 
 
@@ -281,6 +305,7 @@ def test_a_prompt_that_can_not_be_continued_is_refused(
     assert "30 tokens" in said and "the model takes 32; ask for 2 tokens or fewer" in said
     assert "shorten the prompt" in refused("--prompt", "x" * 33)
     assert "the prompt is empty" in refused("--prompt", "")
+    assert "not in the terminal's encoding" in refused("--prompt", "a\udcff")
     said = refused("--prompt", "a", "--tokens", "0", "--top-k", "0", "--seed", "-1")
     assert all(f"--{n}" in said for n in ("tokens=0", "top-k=0", "seed=-1"))
     for temperature in ("0", "1e-45", "nan", "inf"):

@@ -16,11 +16,11 @@ from typing import Any
 import artifact_models as made
 import pytest
 import torch
-from huggingface_hub import ModelCard
 from safetensors import safe_open
+from tokenizers import normalizers, processors
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from recipes.artifacts import card, exporting, facts, loading, proof, verbs
+from recipes.artifacts import exporting, facts, loading, proof, verbs
 from recipes.cli import main
 from recipes.config import Run
 
@@ -84,6 +84,9 @@ def test_a_tied_model_is_exported_whole(tied: Run, exported: Path) -> None:
     generation = json.loads((out / "generation_config.json").read_text())
     assert [generation[f"{k}_token_id"] for k in ("eos", "bos", "pad")] == [0, 0, 0]
     assert generation["use_cache"] is True and loaded.generation_config.pad_token_id == 0
+    settings = json.loads((out / "tokenizer_config.json").read_text())
+    assert settings["tokenizer_class"] == "PreTrainedTokenizerFast"  # known to transformers 4 too
+    assert settings["clean_up_tokenization_spaces"] is False
     tokenizer = AutoTokenizer.from_pretrained(out)
     assert tokenizer.model_max_length == 32 and tokenizer.eos_token == "<|endoftext|>"
     assert all(path.stat().st_mode & 0o044 for path in out.iterdir())  # colleagues can read it
@@ -107,36 +110,17 @@ def test_an_untied_model_in_bf16_and_in_shards(
         assert torch.equal(parameter.to(torch.bfloat16), loaded.get_parameter(name)), name
 
 
-def test_the_facts_and_the_card_say_what_the_run_was(tied: Run) -> None:
-    network = made.trained(tied)
-    state = made.state_of(tied, 8, held_out={"step": 8, "held_out_loss": 5.25})
-    known = facts.facts_of(state, 8, tied.folder / "checkpoints" / "step-00000008")
-    known |= {"dtype": "float16", "parameters": 1_234_567, "max_length": 32, "proof": "Loaded."}
-    text = card.model_card(known)
-    read = ModelCard(text)
-    assert read.data.library_name == "transformers" and read.data.eval_results
-    assert read.data.eval_results[0].metric_value == 5.25
-    for word in ("1,234,567", "ZeRO-1 bf16 on 2 ranks", "4,096", "5.2500", "0123abcd", "float16"):
-        assert word in text, word
-    assert "torch 2.13.0" in text and "<|endoftext|>" in text and '"def "' in text
-    assert facts.run_of(known) == tied
-    assert network.config.model_type == "gpt2"
-
-
-def test_a_card_of_a_hub_run_names_data_set_revision_and_base_model(tied: Run) -> None:
-    known = facts.facts_of(made.state_of(tied, 8), 8, tied.folder)
-    known |= {"dtype": "float32", "parameters": 1, "max_length": 32, "proof": "", "world": None}
-    known["revision"], known["held_out"], known["commit"] = "abc123", None, None
-    known["config"]["data"] |= {"kind": "hub", "path": "owner/set", "name": "small"}
-    known["config"]["model"] = {"pretrained": "owner/base", "revision": "v1"}
-    text = card.model_card(known)
-    read = ModelCard(text)
-    assert read.data.datasets == ["owner/set"] and read.data.base_model == "owner/base"
-    assert "owner/set, small, train at abc123" in text
-    assert "trained further from owner/base at v1" in text and "unknown" in text
-
-
-def test_a_tokenizer_that_surrounds_texts_is_exported_without_that(tied: Run) -> None:
+def test_a_tokenizer_that_surrounds_texts_is_exported_without_that(
+    tied: Run, tmp_path: Path
+) -> None:
+    artifact = loading.open_artifact(str(tied.folder))
+    eot = ("<|endoftext|>", 0)
+    artifact.encoder.tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|endoftext|> $A <|endoftext|>", special_tokens=[eot]
+    )
+    exporting.write_tokenizer(tmp_path, artifact, 32)
+    ids = AutoTokenizer.from_pretrained(tmp_path)("abc")["input_ids"]
+    assert ids == artifact.encoder.encode_prompt("abc") and len(ids) == 3
     template = {"type": "TemplateProcessing", "single": [], "pair": [], "special_tokens": {}}
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
     strip = exporting.without_templates
@@ -156,9 +140,11 @@ def test_the_proof_finds_other_weights_tokens_and_dtypes(exported: Path, tied: R
     expected["numbers"] = expected["numbers"].clone()
     expected["numbers"][0, 3, 7] += 1.0
     artifact.encoder.eot = 5
+    artifact.encoder.tokenizer.normalizer = normalizers.Lowercase()
     with pytest.raises(ValueError) as told:
         proof.prove(exported, artifact.encoder, torch.bfloat16, inputs, expected)
     wrong = ("logits of the numbers differ by 1", "special tokens", "float32, expected bfloat16")
+    wrong += ("cuts 'Hello, world 123' otherwise",)
     for text in wrong:
         assert text in str(told.value)
     assert "logits of the text" not in str(told.value)

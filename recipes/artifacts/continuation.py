@@ -50,8 +50,11 @@ def check_prompt(encoder: Encoder, prompt: str, tokens: int, positions: int | No
     """Refuse a prompt that can't be continued by so many tokens.
 
     Raises:
-        ValueError: it has no token, or prompt and continuation exceed the model's positions.
+        ValueError: it is no text or has no token, or it exceeds the model's positions with its
+            continuation.
     """
+    if any("\ud800" <= character <= "\udfff" for character in prompt):
+        raise ValueError("the prompt is not in the terminal's encoding, UTF-8")
     count = len(encoder.encode_prompt(prompt))
     if not count:
         raise ValueError("the prompt is empty: give at least one character to go on from")

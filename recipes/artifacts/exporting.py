@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import PreTrainedTokenizerFast
+from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from recipes.artifacts.card import model_card
 from recipes.artifacts.facts import FACTS
@@ -176,11 +176,11 @@ def _write(beside: Path, artifact: Artifact, facts: dict[str, Any], shard_bytes:
     # First, since it tells a later export that this folder may be removed.
     (beside / FACTS).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
     network, eot = artifact.network, artifact.encoder.eot
-    for settings in (network.config, network.generation_config):
-        settings.bos_token_id = settings.eos_token_id = eot
-    # Not in config.json: some architectures count positions by it.
-    network.generation_config.pad_token_id = eot
-    network.generation_config._from_model_config = False  # else it is made anew from config.json
+    network.config.bos_token_id = network.config.eos_token_id = eot
+    # The padding not in config.json: some architectures count positions by it.
+    network.generation_config = GenerationConfig(
+        bos_token_id=eot, eos_token_id=eot, pad_token_id=eot, use_cache=True
+    )
     with quiet():
         network.save_pretrained(beside, max_shard_size=shard_bytes)
     check_weights(beside, network)
@@ -225,7 +225,6 @@ def write_tokenizer(folder: Path, artifact: Artifact, max_length: int) -> None:
     settings = json.loads(path.read_text(encoding="utf-8"))
     # The name by which transformers 4 and 5 both find it.
     settings["tokenizer_class"] = "PreTrainedTokenizerFast"
-    settings.pop("backend", None)
     path.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
