@@ -47,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
         sys.stderr.write(f"\n{error}\n")
         return exit_code(error)
     except KeyboardInterrupt:
-        sys.stderr.write("\nstopped before anything was started\n")
+        sys.stderr.write("\ninterrupted; nothing of it is left running\n")
         return 130
 
 

@@ -69,7 +69,7 @@ class Meter:
         self._step_ms.append(fields["step_ms"])
         if self._wants_bar and self._bar is None:
             self._bar = tqdm(
-                total=self._total, initial=self._done, unit="update", dynamic_ncols=True
+                total=self._total, initial=max(self._done, 0), unit="update", dynamic_ncols=True
             )
         if self._bar is not None:
             self._bar.update(1)

@@ -38,6 +38,7 @@ def open_folder(
         outcome.closing.callback(lock.release)
         if fresh:
             runfolder.clear(run.folder)
+        runfolder.forget_ranks(run.folder, peers.world)
         recorded = runfolder.read_record(run.folder)
         if recorded is not None:
             recorded["finished"] = runfolder.read_summary(run.folder)

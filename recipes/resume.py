@@ -132,6 +132,9 @@ def _tell_changes(engine: Engine, contents: dict[str, Any]) -> None:
             logger.info("loss scale: none -> %.0f", update.loss_scale(engine))
     if contents["world"] != world:
         logger.info("ranks: %d -> %d", contents["world"], world)
+    if contents["data"] is None:
+        logger.info("imported: weights and moments go on; the data is read from its beginning")
+    elif contents["world"] != world:
         logger.info("data order, weights and moments go on exactly; dropout draws anew")
 
 

@@ -94,6 +94,10 @@ def clear(folder: Path) -> None:
     foreign = sorted(
         p.name for p in folder.iterdir() if p.name not in OURS and p.suffix != ".partial"
     )
+    saved = folder / "checkpoints"
+    for path in sorted(saved.iterdir()) if saved.is_dir() else ():
+        if path.name not in ("LATEST", ".LATEST") and not files.OURS.match(path.name):
+            foreign.append(f"checkpoints/{path.name}")
     if foreign:
         raise ValueError(
             f"--fresh would delete {folder}, which also holds {', '.join(foreign[:5])}; move that "
@@ -101,6 +105,14 @@ def clear(folder: Path) -> None:
         )
     for path in [p for p in folder.iterdir() if p.name not in KEPT]:
         shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def forget_ranks(folder: Path, world: int) -> None:
+    """Delete the status of ranks that an earlier start had and this one has not."""
+    for path in (folder / "status").glob("rank-*.json"):
+        number = path.stem.removeprefix("rank-")
+        if number.isdigit() and int(number) >= world:
+            path.unlink(missing_ok=True)
 
 
 def changed(recorded: dict[str, Any], run: Run) -> tuple[list[str], list[str]]:

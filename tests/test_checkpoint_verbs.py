@@ -305,3 +305,20 @@ def test_a_folder_that_cannot_be_written_is_told(
     assert octet("prune", tmp_path) == 2
     assert f"No space left on device ({tmp_path / 'lock'})" in capsys.readouterr().err
     assert folder_of(tmp_path, 7).exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [(["verify"], "step-00000061"), (["list"], "step-00000061"), (["prune"], "step-00000060")],
+)
+def test_one_checkpoint_stands_for_no_other(
+    words: list[str], name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A mistyped step must neither be called whole nor cost its neighbours."""
+    root = tmp_path / "checkpoints"
+    for step in (50, 60):
+        (root / f"step-{step:08d}").mkdir(parents=True)
+    more = ["--keep", "1"] if words == ["prune"] else []
+    assert cli.main(["checkpoint", *words, str(root / name), *more]) == 2
+    assert f"{root / name} " in capsys.readouterr().err
+    assert len(list(root.iterdir())) == 2

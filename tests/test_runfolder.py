@@ -178,6 +178,29 @@ def test_a_fresh_start_refuses_a_folder_that_holds_something_else(
     assert thesis.read_text() == "three years of work"
 
 
+@pytest.mark.parametrize("name", ["notes.txt", "step-00000092-best", "best"])
+def test_a_fresh_start_refuses_what_somebody_put_among_the_checkpoints(
+    name: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    for ours in ("step-00000001", ".step-00000002.partial", "step-00000003.broken", name):
+        (folder / "checkpoints" / ours).mkdir(parents=True)
+    with pytest.raises(ValueError, match=f"which also holds checkpoints/{name};"):
+        runfolder.clear(folder)
+    (folder / "checkpoints" / name).rmdir()
+    runfolder.clear(folder)
+    assert not list(folder.iterdir())
+
+
+def test_ranks_that_a_start_has_no_more_are_forgotten(tmp_path: Path) -> None:
+    (tmp_path / "status").mkdir()
+    for name in ("rank-0.json", "rank-1.json", "rank-2.json", "rank-11.json", "token"):
+        (tmp_path / "status" / name).touch()
+    runfolder.forget_ranks(tmp_path, world=2)
+    left = {path.name for path in (tmp_path / "status").iterdir()}
+    assert left == {"rank-0.json", "rank-1.json", "token"}
+
+
 def test_a_fresh_start_has_nothing_to_do_where_nothing_is(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     for name in ("absent", "empty"):

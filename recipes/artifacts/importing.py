@@ -65,6 +65,11 @@ def import_checkpoint(source: Path, run: Run) -> Imported:
     found = open_foreign(source)
     matched = match(found, expected_of(network))
     adam_step, step = _steps(found)
+    if run.schedule.updates is not None and run.schedule.updates <= step:
+        raise ValueError(
+            f"schedule.updates={run.schedule.updates} is reached already: {step} updates were "
+            "applied there; raise it"
+        )
     root = run.folder / "checkpoints"
     need = sum(values.numel() * 4 for _, _, values in _pieces(matched, convert=False))
     group, disks = commit.Alone(), Disks.one(host=socket.gethostname())
@@ -93,7 +98,7 @@ def import_checkpoint(source: Path, run: Run) -> Imported:
         skipped=found.skipped,
         parameters=sum(p.numel() for p in network.parameters()),
         loss_scale=found.loss_scale,
-        notes=_notes(matched, run, step, adam_step),
+        notes=_notes(matched, step, adam_step),
     )
 
 
@@ -185,7 +190,7 @@ def _state(found: Foreign, run: Run, *, step: int, adam_step: int) -> dict[str, 
     }
 
 
-def _notes(matched: Matched, run: Run, step: int, adam_step: int) -> tuple[str, ...]:
+def _notes(matched: Matched, step: int, adam_step: int) -> tuple[str, ...]:
     notes = [
         "tokens and samples are counted from here on; the data is read from its first sequence",
     ]
@@ -205,6 +210,4 @@ def _notes(matched: Matched, run: Run, step: int, adam_step: int) -> tuple[str, 
         notes.append(f"some of it was kept in {', '.join(low)} there and is fp32 now, unchanged")
     if adam_step != step:
         notes.append(f"Adam counted {adam_step} steps there; its bias correction goes on from that")
-    if run.schedule.updates is not None and run.schedule.updates <= step:
-        notes.append(f"schedule.updates={run.schedule.updates} is reached already; raise it")
     return tuple(notes)

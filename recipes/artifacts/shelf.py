@@ -60,10 +60,7 @@ def checkpoints_of(path: Path) -> Path:
     """
     if path.is_file() and path.suffix in (".yaml", ".yml"):
         path = load_run(path).folder
-    places = [path / "checkpoints", path]
-    if COMMITTED.match(path.name):
-        places.append(path.parent)
-    for place in places:
+    for place in (path / "checkpoints", path):
         if place.is_dir() and (place.name == "checkpoints" or recovery.survey(place)):
             return place
     raise ValueError(

@@ -10,6 +10,7 @@ weights = opened.arrays.whole("weight/lm_head.weight")
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,6 +53,8 @@ __all__ = [
     "write_rng",
     "write_share",
 ]
+logger = logging.getLogger(__name__)
+
 STATE = "state.json"
 SENT_AT_ONCE = 1 << 26  # bytes: what a broadcast holds besides the array
 
@@ -189,7 +192,7 @@ def open_checkpoint(
     if checked.faults:
         raise ValueError(
             f"{folder} is not whole: {'; '.join(checked.faults)}; choose another checkpoint "
-            f"(octet checkpoint list {folder.parent.parent})"
+            f"(octet checkpoint list {folder.absolute().parent.parent})"
         )
     if checked.elsewhere:
         parts = "; ".join(f"{', '.join(n)} on {host}" for host, n in checked.elsewhere.items())
@@ -215,10 +218,12 @@ def find_checkpoint(path: Path) -> Path:
     if COMMITTED.match(path.name) or (path / MANIFEST).is_file():
         return path
     root = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-    faults = []
+    faults: list[str] = []
     for folder in committed(root):
         found = check_folder(folder, hashes=False).faults
         if not found:
+            for fault in faults:
+                logger.warning("going back:%s", fault)
             return folder
         faults.append(f"\n  {folder.name}: {'; '.join(found)}")
     if faults:
