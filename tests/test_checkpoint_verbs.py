@@ -89,7 +89,7 @@ def test_the_list_tells_each_checkpoint_and_each_leftover(
 
 def test_the_list_for_programs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save(7, tmp_path)
-    for path in (tmp_path, tmp_path / "checkpoints", folder_of(tmp_path, 7)):
+    for path in (tmp_path, tmp_path / "checkpoints"):
         assert octet("list", path, "--json") == 0
         (row,) = json.loads(capsys.readouterr().out)
         assert (row["step"], row["whole"], row["state"], row["newest"]) == (7, True, "whole", True)
