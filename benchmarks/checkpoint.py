@@ -20,7 +20,6 @@ of each kind is loaded again, from the disk, after the page cache forgot its fil
 
 from __future__ import annotations
 
-import argparse
 import logging
 import os
 import shutil
@@ -37,37 +36,24 @@ ROOT = Path(__file__).resolve().parent.parent
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 import torch.distributed as dist
+from loop import embedded_run, recipe_job
 
 from recipes import pretrain
 from recipes.checkpoint.arrays import TogetherReader
 from recipes.checkpoint.verify import newest_whole
 from recipes.engine import state
-from recipes.job import Job, build, close
-from recipes.outcome import Outcome
-from recipes.runfile import load_run
+from recipes.job import Job, close
 from recipes.saving import Saving
 
 ROUNDS, BLOCK, LOADS = 7, 6, 4
 SHAPE = ["model.config.n_embd=768", "model.config.n_layer=4", "model.config.n_head=12"]
 BATCH = ["batch.seq_len=64", "batch.global_sequences=4", "batch.micro=2", "data.lanes=4"]
-ENDLESS = ["schedule.updates=100000", "evaluate.every_updates=100000", "log.every_updates=1000"]
 
 
 def make_job(arm: str, folder: Path) -> Job:
     """The recipe's own job, built as the script builds it."""
-    settings = [*SHAPE, *BATCH, *ENDLESS, f"output_dir={folder}", "checkpoint.write=background"]
-    run = load_run(ROOT / "recipes/runs/stdlib.yaml", [*settings, "evaluate.sequences=4"])
-    args = argparse.Namespace(
-        accelerate_config=str(ROOT / f"accelerate_configs/local_{arm}_bf16.yaml"),
-        deepspeed_config=None,
-        hostfile=None,
-        local_rank=None,
-        fresh=False,
-    )
-    outcome = Outcome(rank=int(os.environ["RANK"]), local_rank=int(os.environ["LOCAL_RANK"]))
-    job = build(run, args, outcome)
-    assert job is not None
-    return job
+    settings = [*SHAPE, *BATCH, "log.every_updates=1000", "checkpoint.write=background"]
+    return recipe_job(embedded_run(str(folder), *settings, "evaluate.sequences=4"), arm)
 
 
 def savings(job: Job) -> dict[str, Saving]:

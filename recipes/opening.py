@@ -80,15 +80,9 @@ def open_corpus(run: Run, peers: Peers, disks: Disks, recorded: dict[str, Any]) 
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "octet"
     known = path if recorded and path.is_file() else None
     found = peers.from_first(lambda: look(run, recorded.get("revision"), cache, known))
-
-    def open_mine() -> Corpus:
-        corpus = Corpus.open(run, found, path)
-        corpus.state(0, {})  # hashes every file's name, now and not in a save
-        return corpus
-
     lead = disks.lead(peers.rank)
     peers.together(lambda: runfolder.write_text(path, found["tokenizer"]) if lead else None)
-    return peers.together(open_mine)
+    return Corpus.open(run, found, path)
 
 
 def fixed_length(

@@ -13,6 +13,7 @@ from recipes import runfolder
 from recipes.checkpoint import commit
 from recipes.checkpoint.arrays import TogetherReader
 from recipes.checkpoint.disks import Disks
+from recipes.checkpoint.manifest import LAYOUT, STATE, STATE_VERSION
 from recipes.checkpoint.pieces import read_rng, rng_name
 from recipes.checkpoint.verify import Found, newest_whole
 from recipes.config import Run
@@ -21,7 +22,6 @@ from recipes.data.state import DataState
 from recipes.engine import state, update
 from recipes.engine.build import Engine
 from recipes.progress import Progress
-from recipes.saving import ARRAYS, STATE, VERSION
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ def restore_newest(engine: Engine, run: Run, corpus: Corpus, disks: Disks) -> Re
         update.seed_rng(run.seed * 1_000_003 + 1 + peers.rank)  # dropout differs by rank
         return Restored(progress=Progress(), data=None, held_out=None)
     contents = json.loads(found.read_common(STATE, peers))
-    shapes = json.loads(found.read_common(ARRAYS, peers))
+    shapes = json.loads(found.read_common(LAYOUT, peers))
     data = peers.together(lambda: _checked(engine, run, corpus, contents, shapes))
     scalars = state.Scalars(**contents["scalars"])
     reader = TogetherReader(found, peers)
@@ -72,9 +72,10 @@ def _checked(
     engine: Engine, run: Run, corpus: Corpus, contents: dict[str, Any], shapes: dict[str, Any]
 ) -> DataState | None:
     """The data's state, if the checkpoint is one of this run (ValueError: all that differs)."""
-    if contents.get("version") != VERSION:
+    version = contents.get("version")
+    if version != STATE_VERSION:
         raise ValueError(
-            f"the checkpoint has state version {contents.get('version')}, expected {VERSION}; "
+            f"the checkpoint has state version {version}, expected {STATE_VERSION}; "
             "resume with the version of this package that wrote it"
         )
     faults: list[str] = []

@@ -21,6 +21,7 @@ from recipes import runfolder
 from recipes.checkpoint import commit, rotation, space
 from recipes.checkpoint.background import Writer
 from recipes.checkpoint.disks import Disks
+from recipes.checkpoint.manifest import LAYOUT, STATE, STATE_VERSION
 from recipes.checkpoint.pieces import Piece, write_share
 from recipes.checkpoint.snapshot import HostCopy, memory_left
 from recipes.config import Run
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-STATE, ARRAYS, VERSION = "state.json", "arrays.json", 2
 ENDING = ("end", "stop", "unreadable")  # reasons after which nothing is trained any more
 ENTRY_S = 60.0  # ranks come to a save together, from the same update's reduction
 LOOK_S = 0.5  # between two looks for the touch-files
@@ -49,8 +49,6 @@ class Saved:
     reason: str
     bytes: int  # of all ranks
     write_s: float
-    stall_ms: float = 0.0  # that training stood still
-    background: bool = False
 
 
 class Saving:
@@ -126,13 +124,17 @@ class Saving:
             return "end"
         if agreed.stop:
             return "stop"
-        if applied and policy.milestone_every and step % policy.milestone_every == 0:
+        if applied and self._milestone(step):
             return "milestone"
         if applied and policy.every_updates and step % policy.every_updates == 0:
             return "updates"
         if not agreed.save:
             return None
         return "minutes" if self._late else "asked"  # rank 0 knows, and its word is written
+
+    def _milestone(self, step: int) -> bool:
+        every = self._run.checkpoint.milestone_every
+        return every is not None and step % every == 0
 
     def unsaved(self, progress: Progress) -> bool:
         """Whether anything has moved since the last checkpoint, or the start."""
@@ -173,9 +175,7 @@ class Saving:
         random = update.rng_state(engine)
         cursors = engine.peers.gather(job.feed.cursors())
         contents = _contents(job, cursors) if rank == 0 else {}
-        milestone = bool(
-            run.checkpoint.milestone_every and step % run.checkpoint.milestone_every == 0
-        )
+        milestone = self._milestone(step)
         facts = {"step": step, "world": engine.plan.world, "strategy": engine.strategy.title}
         facts |= {"milestone": milestone, "reason": reason, "time": time.time()}
         mine = sum(piece.values.numel() * piece.values.element_size() for piece in pieces)
@@ -218,11 +218,8 @@ class Saving:
             if first:
                 logger.warning("%s; going on, as checkpoint.on_failure says", error)
             return
-        job.meter.saved(
-            asdict(saved)
-            | {"stall_ms": self._stall_ms, "background": self._copy is not None}
-            | {"time": time.time()}
-        )
+        how = {"stall_ms": self._stall_ms, "background": self._copy is not None}
+        job.meter.saved(asdict(saved) | how | {"time": time.time()})
 
     def finish(self, job: Job) -> None:
         """Wait for what is being written; call it before the run ends well."""
@@ -247,7 +244,7 @@ class Saving:
 def _contents(job: Job, cursors: list[Any]) -> dict[str, Any]:
     """`state.json`: all that is not an array, as it is now."""
     return {
-        "version": VERSION,
+        "version": STATE_VERSION,
         "name": job.run.name,
         "config": job.run.model_dump(mode="json"),
         "progress": asdict(job.progress),
@@ -265,7 +262,7 @@ def _common(job: Job, contents: dict[str, Any]) -> dict[str, bytes]:
     """The files that are the same on every disk."""
     texts = {
         STATE: json.dumps(contents, indent=1) + "\n",
-        ARRAYS: json.dumps(state.layout(job.engine), indent=1) + "\n",
+        LAYOUT: json.dumps(state.layout(job.engine), indent=1) + "\n",
         "tokenizer.json": job.corpus.tokenizer,
         "config.json": job.engine.module.config.to_json_string(),
     }

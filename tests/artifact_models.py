@@ -9,9 +9,9 @@ from typing import Any
 import tiny
 import torch
 
-from recipes.checkpoint import arrays
 from recipes.checkpoint.commit import Alone, commit
 from recipes.checkpoint.disks import Disks
+from recipes.checkpoint.pieces import Piece, write_pieces
 from recipes.config import Model, Run
 from recipes.model import build_network
 from recipes.runfile import load_run
@@ -101,11 +101,11 @@ def save(
             flat, middle = value.reshape(-1), value.numel() // 2
             for start, stop in ((0, middle), (middle, len(flat))):
                 if stop > start:
-                    yield arrays.Piece(name, start, flat[start:stop])
+                    yield Piece(name, start, flat[start:stop])
 
     def write(folder: Path) -> dict[str, Any]:
         file = "arrays-00000.safetensors"
-        return {file: arrays.write_pieces(folder / file, pieces())}
+        return {file: write_pieces(folder / file, pieces())}
 
     facts = {"time": 1.0, "world": 1, "strategy": "ZeRO-1 bf16", "reason": "step"}
     root = run.folder / "checkpoints"

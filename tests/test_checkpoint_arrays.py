@@ -18,8 +18,9 @@ from safetensors.torch import load_file, save_file
 from thread_ranks import Threads, all_well, on_all_ranks
 
 from recipes.checkpoint import arrays, commit, files, verify
-from recipes.checkpoint.arrays import ArrayReader, Piece, TogetherReader, write_pieces
+from recipes.checkpoint.arrays import TogetherReader
 from recipes.checkpoint.disks import Disks
+from recipes.checkpoint.pieces import ArrayReader, Piece, read_rng, write_pieces, write_share
 
 VALUES = {
     "fp64": torch.tensor([1.0, float("nan"), float("-inf"), 5e-324], dtype=torch.float64),
@@ -144,7 +145,7 @@ def checkpoint(root: Path, whole: dict[str, torch.Tensor], cuts: list[float], di
         random_ = {"cpu": torch.tensor([group.rank, 9], dtype=torch.uint8)}
 
         def write(beside: Path) -> dict[str, files.FileRecord]:
-            return arrays.write_share(beside, group.rank, pieces, random_)
+            return write_share(beside, group.rank, pieces, random_)
 
         return commit.commit(
             place(root, disks, group.rank), 1, write, group, disks, {"strategy": "x"}, common
@@ -250,13 +251,23 @@ def test_a_run_folder_its_checkpoints_and_a_step_are_all_good_names(tmp_path: Pa
         arrays.find_checkpoint(tmp_path)
 
 
+def test_tools_pass_over_a_newer_one_that_is_cut_short_and_say_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoint(tmp_path, WHOLE, [0.2, 0.5], ONE)
+    newer = tmp_path / "step-00000002"
+    newer.mkdir()
+    assert arrays.find_checkpoint(tmp_path) == tmp_path / "step-00000001"
+    assert "going back:" in caplog.text and "step-00000002: manifest.json" in caplog.text
+
+
 def test_random_states_are_per_rank(tmp_path: Path) -> None:
     checkpoint(tmp_path, WHOLE, [0.2, 0.5], ONE)
     folder = tmp_path / "step-00000001"
-    state = arrays.read_rng(folder, 1)
+    state = read_rng(folder, 1)
     assert state is not None and state["cpu"].tolist() == [1, 9]
     assert state["cpu"].dtype == torch.uint8
-    assert arrays.read_rng(folder, 3) is None  # the run has grown since
+    assert read_rng(folder, 3) is None  # the run has grown since
 
 
 # ---- reading by all ranks

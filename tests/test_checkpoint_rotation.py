@@ -174,7 +174,7 @@ def test_a_disk_without_room_is_named_and_ranks_of_a_disk_are_added_up(
         return results[0]
 
     assert told(1_200_000_000) == []
-    first = f"worker-0: {tmp_path}/disk-0 has 1.2 GB free, the checkpoint needs 2 GB"
+    first = f"worker-0: {tmp_path}/disk-0 has 1.2 GB free, the checkpoint needs 2.0 GB"
     assert told(2_000_000_000) == [first]
     first = f"worker-0: {tmp_path}/disk-0 has 1.2 GB free, the checkpoint needs 2.6 GB"
     second = f"worker-1: {tmp_path}/disk-1 has 5 GB free, the checkpoint needs 5.2 GB"

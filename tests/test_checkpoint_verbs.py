@@ -80,10 +80,10 @@ def test_the_list_tells_each_checkpoint_and_each_leftover(
     assert head == "step age size ranks strategy why state"
     assert rows == [
         "(1100) ? 0 B ? ? ? a save is going on, or was interrupted",
-        "1000 4 min 2 kB 2 ZeRO-1 bf16 updates whole (newest)",
-        "(950) 0 s 2 kB 2 ZeRO-1 bf16 updates set aside at a resume: its bytes differ",
-        "900 2.0 h 2 kB 2 ZeRO-1 bf16 updates arrays-00001.safetensors is missing",
-        "100 3 days 2 kB 2 ZeRO-1 bf16 milestone, kept for ever whole",
+        "1000 4 min 2.0 kB 2 ZeRO-1 bf16 updates whole (newest)",
+        "(950) 0 s 2.0 kB 2 ZeRO-1 bf16 updates set aside at a resume: its bytes differ",
+        "900 2.0 h 2.0 kB 2 ZeRO-1 bf16 updates arrays-00001.safetensors is missing",
+        "100 3 days 2.0 kB 2 ZeRO-1 bf16 milestone, kept for ever whole",
     ]
 
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from recipes.checkpoint import snapshot
-from recipes.checkpoint.arrays import Piece, write_pieces
 from recipes.checkpoint.background import Writer
 from recipes.checkpoint.commit import Alone
+from recipes.checkpoint.pieces import Piece, write_pieces
 from recipes.checkpoint.snapshot import HostCopy, memory_left
 
 

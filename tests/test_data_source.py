@@ -132,7 +132,7 @@ def test_python_stdlib(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(f"# {name}\n")
     (tmp_path / "latin.py").write_bytes("# na\u00efve".encode("latin-1"))
-    monkeypatch.setattr(files.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+    monkeypatch.setattr(files, "stdlib_folder", lambda: tmp_path)
     data = Data(kind="python_stdlib", tokenizer=TRAINED)
     scan = scan_source(data, seed=7)
     assert scan.splits[0].files == ("a.py", "b.py", "package/c.py")

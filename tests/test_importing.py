@@ -106,6 +106,17 @@ def test_weights_and_moments_come_over_bit_for_bit(
     assert opened.manifest.reason == "import"
 
 
+def test_a_run_file_whose_end_is_reached_already_is_refused_before_anything_is_written(
+    written: Path, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, words = run_file(tmp_path, corpus), ["schedule.updates=3", "schedule.warmup_updates=1"]
+    assert cli.main(["checkpoint", "import", str(written / "ddp_bf16"), str(path), *words]) == 2
+    assert "schedule.updates=3 is reached already: 3 updates were applied there" in (
+        capsys.readouterr().err
+    )
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
 def test_the_state_is_what_a_run_of_ours_writes() -> None:
     from recipes.artifacts.foreign import Foreign
     from recipes.artifacts.importing import _state

@@ -108,6 +108,9 @@ def test_other_ranks_and_strategies_on_the_way_give_the_same_curve(
         assert f"ranks: {worlds[index]} -> {worlds[index + 1]}" in said.text
         assert f"strategy: {names[index]} -> {names[index + 1]}" in said.text
     assert nursery.told(folder, ORDER) == nursery.told(still, ORDER)
+    # No pid is left there of the ranks that earlier legs had more.
+    left = {path.name for path in (folder / "status").glob("rank-*.json")}
+    assert left == {f"rank-{rank}.json" for rank in range(worlds[-1])}
     losses = [[record["loss"] for record in records(path)] for path in (folder, still)]
     assert losses[0] == pytest.approx(losses[1], abs=LOSS)
     mine, reference = (nursery.arrays(nursery.newest(path)) for path in (folder, still))

@@ -15,8 +15,9 @@ from rich.text import Text
 
 from recipes.artifacts import shelf
 from recipes.checkpoint import rotation
-from recipes.checkpoint.group import human, told
+from recipes.checkpoint.group import told
 from recipes.checkpoint.lock import FolderLock
+from recipes.metrics import human_bytes
 from recipes.outcome import DONE, USAGE
 from recipes.runfile import load_run
 from recipes.verb import verb_parser
@@ -88,7 +89,7 @@ def _table(found: list[shelf.Entry]) -> Table:
             f"{'' if entry.kind == 'committed' else '('}{entry.step}"
             f"{'' if entry.kind == 'committed' else ')'}",
             shelf.since(entry.time),
-            human(entry.bytes),
+            human_bytes(entry.bytes),
             str(entry.world or "?"),
             Text(entry.strategy or "?"),
             Text(why or "?"),
@@ -145,8 +146,8 @@ def prune(words: list[str]) -> int:
         gone = rotation.prune(root, args.keep, args.dry_run)
     verb = "would go" if args.dry_run else "deleted"
     for path, size, why in gone:
-        sys.stdout.write(f"{verb}: {path.name}, {human(size)}, {why}\n")
-    total = human(sum(size for _, size, _ in gone))
+        sys.stdout.write(f"{verb}: {path.name}, {human_bytes(size)}, {why}\n")
+    total = human_bytes(sum(size for _, size, _ in gone))
     free = f"{total} would be free" if args.dry_run else f"{total} freed"
     sys.stdout.write(f"{free}\n" if gone else "nothing to delete\n")
     return DONE

@@ -16,15 +16,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from recipes.artifacts.foreign import Foreign, open_foreign
 from recipes.artifacts.matching import Matched, expected_of, match
-from recipes.checkpoint import arrays, commit, space
+from recipes.checkpoint import commit, pieces, space
 from recipes.checkpoint.disks import Disks
 from recipes.checkpoint.files import FileRecord
+from recipes.checkpoint.manifest import LAYOUT, STATE, STATE_VERSION
 from recipes.config import Run
 from recipes.data.tokens import Encoder, prepare_tokenizer
 from recipes.model import build_network, shape_faults
 from recipes.runfolder import versions
-
-STATE_VERSION = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,14 +76,13 @@ def import_checkpoint(source: Path, run: Run) -> Imported:
         raise ValueError(f"no room for the checkpoint: {'; '.join(told)}")
 
     def write(beside: Path) -> dict[str, FileRecord]:
-        path = beside / "arrays-00000.safetensors"
-        pieces = (arrays.Piece(*piece) for piece in _pieces(matched))
-        return {path.name: arrays.write_pieces(path, pieces)}
+        path = beside / pieces.arrays_name(0)
+        return {path.name: pieces.write_pieces(path, (pieces.Piece(*p) for p in _pieces(matched)))}
 
     state = _state(found, run, step=step, adam_step=adam_step)
     common = {
-        "state.json": json.dumps(state, indent=1) + "\n",
-        "arrays.json": json.dumps(_layout(matched), indent=1) + "\n",
+        STATE: json.dumps(state, indent=1) + "\n",
+        LAYOUT: json.dumps(_layout(matched), indent=1) + "\n",
         "tokenizer.json": tokenizer.read_text(encoding="utf-8"),
         "config.json": network.config.to_json_string(),
     }

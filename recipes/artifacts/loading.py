@@ -26,7 +26,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from recipes.artifacts.facts import facts_of, read_facts
-from recipes.checkpoint.arrays import ArrayReader, find_checkpoint, open_checkpoint
+from recipes.checkpoint.arrays import find_checkpoint, open_checkpoint
+from recipes.checkpoint.pieces import ArrayReader
 from recipes.config import Tokenizer
 from recipes.data.tokens import Encoder, prepare_tokenizer
 

@@ -20,42 +20,21 @@ import torch
 
 from recipes.checkpoint.commit import COMMITTED, committed
 from recipes.checkpoint.group import Group
-from recipes.checkpoint.manifest import MANIFEST, Manifest, read_manifest
+from recipes.checkpoint.manifest import MANIFEST, STATE, Manifest, read_manifest
 from recipes.checkpoint.pieces import (
     KINDS,
     ArrayReader,
     Part,
     Piece,
-    arrays_name,
     found_parts,
     is_arrays,
     joined,
     merged,
-    read_rng,
-    rng_name,
-    write_pieces,
-    write_rng,
-    write_share,
 )
 from recipes.checkpoint.verify import Found, check_folder
 
-__all__ = [
-    "ArrayReader",
-    "Opened",
-    "Piece",
-    "TogetherReader",
-    "arrays_name",
-    "find_checkpoint",
-    "open_checkpoint",
-    "read_rng",
-    "rng_name",
-    "write_pieces",
-    "write_rng",
-    "write_share",
-]
 logger = logging.getLogger(__name__)
 
-STATE = "state.json"
 SENT_AT_ONCE = 1 << 26  # bytes: what a broadcast holds besides the array
 
 

@@ -77,12 +77,3 @@ def told(error: BaseException, path: object = None) -> str:
         place = error.filename or path
         return f"{error.strerror} ({place})" if place else error.strerror
     return f"{error or type(error).__name__}" + (f" ({path})" if path else "")
-
-
-def human(count: float) -> str:
-    """Bytes as people and disk makers count them, in powers of 1000."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if abs(count) < 999.5:
-            return f"{count:.0f} B" if unit == "B" else f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} TB"

@@ -13,6 +13,8 @@ from recipes.checkpoint.disks import Disks
 from recipes.checkpoint.files import FileRecord as FileRecord
 
 MANIFEST, VERSION = "manifest.json", 2
+STATE, STATE_VERSION = "state.json", 2  # what the recipe keeps besides arrays
+LAYOUT = "arrays.json"  # {name: {"shape", "dtype"}} of every array
 KNOWN = ("version", "step", "time", "world", "strategy", "milestone", "reason", "disks", "files")
 
 

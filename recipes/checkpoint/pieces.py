@@ -15,6 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from recipes.checkpoint.files import FileRecord, write_file
+from recipes.checkpoint.manifest import LAYOUT
 
 TYPES = {
     torch.float64: "F64",
@@ -29,7 +30,6 @@ TYPES = {
     torch.bool: "BOOL",
 }
 KINDS = {name: kind for kind, name in TYPES.items()}
-LAYOUT = "arrays.json"  # {name: {"shape", "dtype"}} of every array
 
 
 class Piece(NamedTuple):

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from recipes.checkpoint.arrays import Piece
+from recipes.checkpoint.pieces import Piece
 
 logger = logging.getLogger(__name__)
 

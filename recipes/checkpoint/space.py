@@ -6,7 +6,8 @@ import os
 from pathlib import Path
 
 from recipes.checkpoint.disks import Disks
-from recipes.checkpoint.group import Group, human, told
+from recipes.checkpoint.group import Group, told
+from recipes.metrics import human_bytes
 
 # Weights and Adam's two moments, each in fp32: what a checkpoint holds of every parameter.
 CHECKPOINT_BYTES = 12
@@ -53,5 +54,7 @@ def check_space(
             fault = f"{place}{told(error, root)}"
         else:
             if free < need:
-                fault = f"{place}{root} has {human(free)} free, {what} needs {human(need)}"
+                fault = (
+                    f"{place}{root} has {human_bytes(free)} free, {what} needs {human_bytes(need)}"
+                )
     return [text for text in group.gather(fault) if text]

@@ -14,6 +14,7 @@ import zlib
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -173,6 +174,7 @@ def load_saved(data: Data) -> Mapping[str, datasets.Dataset]:
     return splits
 
 
+@cache
 def stdlib_folder() -> Path:
     """Where this Python's standard library lies."""
     return Path(sysconfig.get_paths()["stdlib"])
