@@ -177,7 +177,7 @@ def test_a_disk_without_room_is_named_and_ranks_of_a_disk_are_added_up(
     first = f"worker-0: {tmp_path}/disk-0 has 1.2 GB free, the checkpoint needs 2.0 GB"
     assert told(2_000_000_000) == [first]
     first = f"worker-0: {tmp_path}/disk-0 has 1.2 GB free, the checkpoint needs 2.6 GB"
-    second = f"worker-1: {tmp_path}/disk-1 has 5 GB free, the checkpoint needs 5.2 GB"
+    second = f"worker-1: {tmp_path}/disk-1 has 5.0 GB free, the checkpoint needs 5.2 GB"
     assert told(2_600_000_000) == [first, second]
 
 

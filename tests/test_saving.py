@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ import torch
 from recipes import saving
 from recipes.checkpoint.disks import Disks
 from recipes.checkpoint.group import Alone
+from recipes.checkpoint.pieces import ArrayReader
 from recipes.config import Run
 from recipes.engine import state, update
 from recipes.engine.update import Agreement
@@ -238,3 +240,27 @@ def test_no_room_for_a_copy_in_memory(
     assert [told["background"] for told in job.meter.told] == [False]
     with pytest.raises(ValueError, match="checkpoint.write=background: no host memory"):
         made(tmp_path, write="background")
+
+
+def test_what_is_written_in_the_background_is_the_state_of_the_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Training goes on meanwhile, in the very memory that was saved."""
+    values, go = torch.ones(4), threading.Event()
+    check = saving.space.check_space
+
+    def waiting(*args: Any) -> list[str]:
+        go.wait(10)
+        return check(*args)
+
+    monkeypatch.setattr(state, "owned", lambda engine: [("weight/w", 0, values)])
+    monkeypatch.setattr(saving.space, "check_space", waiting)
+    one, job = made(tmp_path, write="background")
+    job.progress = after(5)
+    one.save(job, "updates")
+    values.zero_()
+    go.set()
+    one.finish(job)
+    folder = tmp_path / "checkpoints" / "step-00000005"
+    reader = ArrayReader(folder, ["arrays-00000.safetensors"])
+    assert reader.read("weight/w").tolist() == [1.0] * 4

@@ -169,10 +169,16 @@ def train(engine: build.Engine, numbers: range, rate: float = 0.05) -> list[tupl
         everyone = window(number, accumulation)
         mine = everyone[rank]
         announced = update.Announcement(
-            engine, tokens=count(mine), samples=1, digest=rank, flags=update.Flags()
+            engine,
+            tokens=count(mine),
+            samples=1,
+            digest=rank,
+            flags=update.Flags(save=rank == 1, written=rank == 0),
         )
         update.set_learning_rate(engine, rate)
         agreed, total = announced.wait(), torch.zeros(())
+        # One rank's wish is everybody's; a write has ended when it has on every rank.
+        assert (agreed.save, agreed.written, agreed.stop) == (True, False, False)
         assert (agreed.samples, agreed.digest) == (engine.plan.world, sum(range(engine.plan.world)))
         factor = gradient_factor(
             accumulation=accumulation, world=engine.plan.world, tokens=agreed.tokens
