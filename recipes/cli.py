@@ -1,5 +1,6 @@
 """The `octet` command: one function for each verb; `--help` loads neither torch nor the engine.
 
+    octet plan      recipes/runs/gpt2_xl.yaml --hostfile hostfile --gpu a100-80gb --nic 200gbit
     octet preflight --hostfile hostfile --config accelerate_configs/zero1_fp16.yaml
     octet launch    --hostfile hostfile --config accelerate_configs/zero1_fp16.yaml \
         recipes/runs/gpt2_xl.yaml
@@ -22,6 +23,7 @@ from typing import Any
 from recipes.artifacts.checkpoint_verbs import checkpoint
 from recipes.artifacts.verbs import evaluate, export, generate
 from recipes.outcome import TopologyError, exit_code
+from recipes.planner.verb import plan
 from recipes.verb import verb_parser
 
 
@@ -221,6 +223,7 @@ def sync(words: list[str]) -> int:
 
 
 VERBS: dict[str, Callable[[list[str]], int]] = {
+    "plan": plan,
     "preflight": preflight,
     "launch": launch,
     "rehearse": rehearse,

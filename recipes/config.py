@@ -9,10 +9,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
 Positive = Annotated[int, Field(gt=0)]
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
+NUMBER = "<number>"  # stands in pydantic's path of a fault, and in no run file
+PositiveOrAuto = Annotated[
+    Annotated[Positive, Tag(NUMBER)] | Annotated[Literal["auto"], Tag("auto")],
+    Discriminator(lambda value: "auto" if value == "auto" else NUMBER),
+]
 
 
 class Section(BaseModel):
@@ -185,7 +190,12 @@ class Batch(Section):
 
     seq_len: Annotated[int, Field(ge=2)]  # tokens
     global_sequences: Positive  # per update, over all ranks
-    micro: Positive  # sequences per rank and forward
+    micro: PositiveOrAuto  # sequences per rank and forward; auto: by the plan, at the start
+
+    @property
+    def least_micro(self) -> int:
+        """The stated micro-batch; 1, which divides every batch, while `auto` is not settled."""
+        return 1 if self.micro == "auto" else self.micro
 
 
 class Checkpoint(Section):

@@ -6,15 +6,16 @@ import argparse
 import logging
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from recipes import metrics, objective, runfolder
+from recipes import auto_micro, metrics, objective, runfolder
 from recipes.checkpoint.disks import Disks, probe
 from recipes.cluster.hostfile import read_hostfile
 from recipes.config import Run
+from recipes.confront import Confrontation
 from recipes.data.feed import Corpus, Feed, HeldOut, Window
 from recipes.engine import selftest, topology, update
 from recipes.engine.build import Engine, prepare, start
@@ -48,6 +49,8 @@ class Job:
     peak_flops: float | None
     disks: Disks
     saving: Saving
+    micro_note: str  # where an automatic micro-batch comes from; empty for a stated one
+    confronting: Confrontation = field(init=False)
     held_out_result: dict[str, Any] | None = None  # of the last evaluation
     compile_checked: bool = False
 
@@ -135,20 +138,20 @@ def build(run: Run, args: argparse.Namespace, outcome: Outcome) -> Job | None:
         return None
     corpus = open_corpus(run, peers, disks, recorded)
     module = peers.together(lambda: _build_module(run, corpus, strategy, cpu))
-    if run.model.compile:
-        module.compile()
     engine = prepare(accelerator, module, strategy, run, plan, peers)
+    found = auto_micro.look(engine)
+    engine, micro_note = auto_micro.settle(engine, run, recorded, found)
+    outcome.memory_advice = lambda: auto_micro.advice(engine, run, found)
     length = fixed_length(recorded, run, corpus, peers)
-    parameters = count_parameters(module)
-    peers.alike(lambda: check_room(run, peers, disks, parameters, length.updates))
+    peers.alike(lambda: check_room(run, peers, disks, count_parameters(module), length.updates))
     restored = restore_newest(engine, run, corpus, disks)
     progress = restored.progress
     job = Job(
         run=run,
         engine=engine,
         corpus=corpus,
-        feed=Feed(corpus, plan, launch.rank, restored.data),
-        held_out=_held_out(run, peers, corpus, plan),
+        feed=Feed(corpus, engine.plan, launch.rank, restored.data),
+        held_out=_held_out(run, peers, corpus, engine.plan),
         length=length,
         progress=progress,
         meter=_meter(run, engine, length, progress, first=launch.rank == 0),
@@ -156,11 +159,13 @@ def build(run: Run, args: argparse.Namespace, outcome: Outcome) -> Job | None:
         peak_flops=_peak_flops(engine),
         disks=disks,
         saving=Saving(engine, run, disks, progress),
+        micro_note=micro_note,
         held_out_result=restored.held_out,
     )
+    job.confronting = Confrontation(job, found)
     peers.together(lambda: record_start(job, recorded, ranks_per_host))
     if launch.rank == 0:
-        logger.info("%s", banner(job, worlds, parameters))
+        logger.info("%s", banner(job, worlds, count_parameters(module)))
     outcome.write("training")
     return job
 
@@ -194,7 +199,10 @@ def _build_module(run: Run, corpus: Corpus, strategy: Strategy, cpu: bool) -> Su
                 f"model has {positions}; lower sample.tokens"
             )
     on_gpu_in_16_bit = not cpu and strategy.precision != "fp32"
-    return wrap(network, run.model.loss, prefer_chunked=on_gpu_in_16_bit)
+    module = wrap(network, run.model.loss, prefer_chunked=on_gpu_in_16_bit)
+    if run.model.compile:
+        module.compile()
+    return module
 
 
 def _meter(

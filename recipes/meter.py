@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
@@ -27,6 +28,14 @@ from recipes.metrics import (
 from recipes.outcome import StorageError
 
 logger = logging.getLogger(__name__)
+
+
+class Timing(NamedTuple):
+    """What one applied update took, on this rank."""
+
+    step_ms: float
+    wait_ms: float  # for the readers
+    tokens: int  # over all ranks
 
 
 class Meter:
@@ -49,7 +58,7 @@ class Meter:
     ) -> None:
         self._reduce, self._track, self._total = reduce, track, total
         self._pending: list[tuple[dict[str, Any], Any]] = []
-        self._step_ms: list[float] = []
+        self.timings: deque[Timing] = deque(maxlen=1000)  # of this start's newest updates
         self.last: Record | None = None
         self._files: dict[str, JsonLines] = {}
         self._bar: Any = None
@@ -66,7 +75,8 @@ class Meter:
             loss_sum: this rank's summed loss over the window, a scalar on the device.
         """
         self._pending.append((fields, loss_sum))
-        self._step_ms.append(fields["step_ms"])
+        timing = Timing(fields["step_ms"], fields["data_wait_ms"], fields["tokens"])
+        self.timings.append(timing)
         if self._wants_bar and self._bar is None:
             self._bar = tqdm(
                 total=self._total, initial=max(self._done, 0), unit="update", dynamic_ncols=True
@@ -102,7 +112,8 @@ class Meter:
 
     def typical_step_ms(self) -> float:
         """The median of the last hundred updates, which one slow update does not move."""
-        return median(self._step_ms[-100:]) if self._step_ms else 0.0
+        newest = [timing.step_ms for timing in self.timings][-100:]
+        return median(newest) if newest else 0.0
 
     def evaluation(self, values: dict[str, Any]) -> None:
         """Write one held-out evaluation; `values` holds its step."""

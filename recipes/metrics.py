@@ -5,25 +5,15 @@ from __future__ import annotations
 import json
 import logging
 import os
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from recipes.planner.hardware import read_hardware
 from recipes.runfolder import write_text
 
 logger = logging.getLogger(__name__)
-
-# Dense 16-bit peaks with fp32 accumulation, FLOP/s per GPU, from NVIDIA's data sheets: Tesla V100
-# SXM2 (2018), A100 (2021), H100 SXM and PCIe (2023), H200 (2024), B200 (DGX, half of sparse), L40S.
-PEAK_FLOPS = {
-    "V100-SXM2": 125e12,
-    "A100": 312e12,
-    "H100 PCIe": 756e12,
-    "H100": 989e12,
-    "H200": 989e12,
-    "B200": 2250e12,
-    "L40S": 362e12,
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +35,7 @@ class Record:
     data_wait_ms: float
     tokens_per_s: float
     samples_per_s: float
-    mfu: float | None  # None on hardware without an entry in PEAK_FLOPS
+    mfu: float | None  # None on hardware that is not in planner/hardware.yaml
     peak_memory_bytes: int
     time: float  # at the update's end, seconds since 1970
 
@@ -56,9 +46,12 @@ def per_second(count: float, milliseconds: float) -> float:
 
 
 def peak_flops(device_name: str | None) -> float | None:
-    """The dense 16-bit peak of a GPU in FLOP/s, by the longest name that fits; None if unknown."""
-    fits = [name for name in PEAK_FLOPS if device_name and name in device_name]
-    return PEAK_FLOPS[max(fits, key=len)] if fits else None
+    """The dense 16-bit peak of a GPU in FLOP/s, by the name its driver gives; None if unknown."""
+    if not device_name:
+        return None
+    with suppress(ValueError):
+        return read_hardware().gpu(device_name).flops_16bit
+    return None
 
 
 def model_flops_utilisation(

@@ -25,11 +25,12 @@ class BatchPlan:
         return self.global_sequences * self.seq_len
 
 
-def plan_batch(batch: Batch, world: int, legal: list[int]) -> BatchPlan:
+def plan_batch(batch: Batch, world: int, legal: list[int], micro: int | None = None) -> BatchPlan:
     """Derive the accumulation from the global batch.
 
     Args:
         legal: the world sizes that this run file allows, for the message.
+        micro: what `batch.micro: auto` was settled to; until then its batches are planned with 1.
 
     Raises:
         ValueError: `world` is not among them.
@@ -41,10 +42,11 @@ def plan_batch(batch: Batch, world: int, legal: list[int]) -> BatchPlan:
             f"batch.micro={batch.micro} over data.lanes equally; legal ranks: "
             f"{' '.join(map(str, legal))}; nearest: {' or '.join(map(str, sorted(nearest)))}"
         )
+    micro = micro or batch.least_micro
     return BatchPlan(
         world=world,
-        micro=batch.micro,
-        accumulation=batch.global_sequences // (world * batch.micro),
+        micro=micro,
+        accumulation=batch.global_sequences // (world * micro),
         global_sequences=batch.global_sequences,
         seq_len=batch.seq_len,
     )
@@ -127,10 +129,13 @@ def run_length(
 
 
 def legal_worlds(batch: Batch, *, lanes: int, workers: int) -> list[int]:
-    """World sizes at which every rank gets the same share of every window and of the lanes."""
+    """World sizes at which every rank gets the same share of every window and of the lanes.
+
+    With `batch.micro: auto` any that divides the window: a micro-batch of 1 always does.
+    """
     return [
         world
         for world in range(1, min(lanes, batch.global_sequences) + 1)
-        if batch.global_sequences % (world * batch.micro) == 0
+        if batch.global_sequences % (world * batch.least_micro) == 0
         and lanes % (world * max(workers, 1)) == 0
     ]

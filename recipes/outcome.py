@@ -18,6 +18,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -29,6 +30,8 @@ logger = logging.getLogger(__name__)
 PEER_LEFT = ("closed by peer", "reset by peer", "Broken pipe", "remote process exited")
 # What the machine refuses and a user can mend: rights, room, quota, a disk that fails.
 SYSTEMS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EIO}
+# What allocators say: CUDA's and the host's in torch, and a library's below it.
+MEMORY = ("out of memory", "DefaultCPUAllocator", "CUBLAS_STATUS_ALLOC_FAILED")
 DONE, USAGE, TOPOLOGY, NUMBERS, STOPPED = 0, 2, 3, 4, 75
 
 
@@ -72,7 +75,17 @@ def exit_code(error: BaseException) -> int:
     for kind, code in (*kinds, (NumbersError, NUMBERS), (Stopped, STOPPED)):
         if isinstance(error, kind):
             return code
+    if out_of_memory(error):
+        return USAGE  # another start would end alike
     return USAGE if isinstance(error, OSError) and error.errno in SYSTEMS else 1
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether an allocator, of a GPU or of the host, had no room."""
+    if isinstance(error, PeerError):  # it only tells of another rank's
+        return False
+    told = isinstance(error, RuntimeError) and any(text in str(error) for text in MEMORY)
+    return told or isinstance(error, MemoryError)
 
 
 class Outcome:
@@ -92,6 +105,7 @@ class Outcome:
         self.consequence = False  # True where this rank ended because another one had
         self.result: Any = None  # JSON-able; for `octet launch`, not for the run folder
         self.closing = ExitStack()  # what must be given back however the rank ends
+        self.memory_advice: Callable[[], str] = str  # what to do when memory has run out
 
     def __enter__(self) -> Outcome:
         return self
@@ -126,7 +140,12 @@ class Outcome:
         self.code = exit_code(error)
         left = self.code == 1 and self.joined and any(text in str(error) for text in PEER_LEFT)
         self.consequence = left or isinstance(error, (PeerError, JoiningError))
-        self._end("stopped" if self.code == STOPPED else "failed", str(error))
+        said = str(error)
+        if out_of_memory(error):
+            said = (
+                f"{said.strip().splitlines()[0] if said else 'no memory'}\n{self.memory_advice()}"
+            )
+        self._end("stopped" if self.code == STOPPED else "failed", said)
         if left:
             sys.stderr.write(f"\nrank {self.rank}: another rank has left; its message says why\n")
         elif isinstance(error, CollectiveError):
@@ -137,7 +156,7 @@ class Outcome:
             if self.rank == 0:  # all ranks stopped at the same update
                 sys.stderr.write(f"\n{error}\n")
         elif not isinstance(error, PeerError) and (self.joined or self.local_rank == 0):
-            sys.stderr.write(f"\nrank {self.rank}: {error}\n" if self.joined else f"\n{error}\n")
+            sys.stderr.write(f"\nrank {self.rank}: {said}\n" if self.joined else f"\n{said}\n")
         return True
 
     def _end(self, state: str, reason: str = "") -> None:

@@ -130,6 +130,7 @@ def after_update(job: Any, applied: bool, agreed: Any) -> None:
     """What is due now and then: a logged line, an evaluation, a checkpoint, the end on request."""
     from recipes.model import check_compiled
 
+    job.confronting.window_ended(job, applied)
     if job.run.model.compile and not job.compile_checked:
         check_compiled()
         job.compile_checked = True
@@ -147,6 +148,7 @@ def after_update(job: Any, applied: bool, agreed: Any) -> None:
     if agreed.stop and not last:
         job.meter.close()
         raise Stopped(f"stopped at update {step} of {job.length.updates}; start it again to go on")
+    job.confronting.window_begins(job)
 
 
 def end_unreadable(job: Any, window: Any) -> None:
@@ -244,6 +246,7 @@ def finish(job: Any) -> None:
         logger.info("\n%s", result(values))
         if job.run.sample is not None:
             logger.info("sample   %s\n", continuation(job))
+    job.confronting.finish(job)
     close(job)
     if peers.rank == 0:
         logger.info("%s", runfolder.where_everything_is(folder))

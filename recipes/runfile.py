@@ -17,7 +17,7 @@ from pydantic import BaseModel, ValidationError
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
-from recipes.config import Run, Section
+from recipes.config import NUMBER, Run, Section
 
 
 def load_run(path: str | Path, overrides: list[str] | None = None) -> Run:
@@ -85,7 +85,7 @@ def _override(tree: dict[str, Any], item: str) -> str | None:
 
 def _describe(fault: Any) -> str:
     """One pydantic fault as `section.key=value: what was expected`."""
-    place = [str(part) for part in fault["loc"]]
+    place = [str(part) for part in fault["loc"] if part != NUMBER]
     if fault["type"] == "extra_forbidden":
         known = list(_section_at(fault["loc"][:-1]).model_fields)
         near = difflib.get_close_matches(place[-1], known, n=1)
@@ -96,6 +96,8 @@ def _describe(fault: Any) -> str:
     text = fault["msg"].removeprefix("Value error, ").replace("Input should be", "expected")
     if fault["type"] == "string_pattern_mismatch":  # only a run's name has one
         text = "expected letters, digits, '.', '_' and '-', beginning with a letter or digit"
+    if NUMBER in fault["loc"]:
+        text += ", or auto"
     if fault["type"] == "value_error":
         return f"{'.'.join(place)}: {text}"
     return f"{'.'.join(place)}={fault['input']!r}: {text}"
@@ -130,7 +132,7 @@ def _across_sections(whole: dict[str, Any]) -> list[str]:
     faults = []
     batch, data, schedule = whole.get("batch"), whole.get("data"), whole.get("schedule")
     evaluate, model = whole.get("evaluate"), whole.get("model")
-    if batch and batch.global_sequences % batch.micro:
+    if batch and batch.global_sequences % batch.least_micro:
         faults.append(
             f"batch.global_sequences={batch.global_sequences} must be a multiple of "
             f"batch.micro={batch.micro}"

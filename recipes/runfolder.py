@@ -40,6 +40,7 @@ OURS = {
     "run.json",
     "summary.json",
     "nonfinite.json",
+    "plan.json",
     "metrics.jsonl",
     "evaluations.jsonl",
     "saves.jsonl",
@@ -204,6 +205,7 @@ def where_everything_is(folder: Path) -> str:
             "  metrics.jsonl    one record for every update",
             "  evaluations.jsonl  held-out loss and perplexity",
             "  saves.jsonl      one record for every checkpoint",
+            "  plan.json        plan against measured, of every start",
             "  checkpoints/     arrays by parameter name; LATEST names the newest",
             "  summary.json     the result",
         ]

@@ -67,6 +67,7 @@ class Saving:
         self._stall_ms, self._last = 0.0, (progress.applied, progress.windows)
         self._saved_at = self._looked_at = time.monotonic()
         self._seen, self._late = update.Flags(), False
+        self.last_bytes: int | None = None  # of the newest checkpoint of this start, of all ranks
         self._looked_for = {"SAVE", "STOP"}
         self._remove_touched(("SAVE", "STOP"), "was there before the start")
 
@@ -218,6 +219,7 @@ class Saving:
             if first:
                 logger.warning("%s; going on, as checkpoint.on_failure says", error)
             return
+        self.last_bytes = saved.bytes
         how = {"stall_ms": self._stall_ms, "background": self._copy is not None}
         job.meter.saved(asdict(saved) | how | {"time": time.time()})
 

@@ -25,7 +25,8 @@ def banner(job: Job, worlds: list[int], parameters: int) -> str:
         f"{job.run.name}: {parameters:,} parameters, {strategy.title}, {plan.world} ranks on "
         f"{device}",
         f"batch    {plan.global_sequences} sequences = {plan.global_tokens:,} tokens an update: "
-        f"{plan.world} ranks x {plan.accumulation} accumulated x {plan.micro} micro; "
+        f"{plan.world} ranks x {plan.accumulation} accumulated x {plan.micro} micro"
+        f"{f' ({job.micro_note})' if job.micro_note else ''}; "
         f"legal ranks {' '.join(map(str, worlds))}",
         f"length   {length.updates:,} updates = {length.updates * plan.global_tokens:,} tokens"
         f"{measured}",
@@ -118,6 +119,7 @@ def record_start(job: Job, recorded: dict[str, Any], ranks_per_host: dict[str, i
         "distributed_type": job.engine.accelerator.distributed_type.value,
         "deepspeed": strategy.deepspeed,
         "device": str(job.engine.device.type),
+        "micro": job.plan.micro,
         "accumulation": job.plan.accumulation,
         "from_update": job.progress.applied,
     }

@@ -49,6 +49,16 @@ def test_uneven_tokens_over_ranks_and_micro_batches_equal_one_process(
     assert line["drift"] < DRIFT[precision]
 
 
+@pytest.mark.parametrize("arm", ["ddp_fp32", "ddp_bf16"])
+def test_ddp_gradients_stay_views_of_their_buckets(
+    measured: list[dict[str, Any]], arm: str
+) -> None:
+    """One copy of them, as gradient_as_bucket_view promises, through windows of four."""
+    line = one(measured, what="gradients", arm=arm)
+    assert len(line["kept"]) == 1  # one bucket holds the tiny model
+    assert line["after"] == line["kept"]
+
+
 def test_the_arms_are_what_they_are_called(measured: list[dict[str, Any]]) -> None:
     kinds = {arm: one(measured, what="parity", arm=arm)["type"] for arm in ARMS}
     assert {kind for arm, kind in kinds.items() if "zero1" in arm} == {"DeepSpeedZeroOptimizer"}

@@ -71,7 +71,7 @@ def evaluate(words: list[str]) -> int:
     run, count = held_out.evaluation_run(artifact, args.run, args.sequences)
     revision = None if args.run else artifact.facts.get("revision")
     corpus, rows = held_out.read_held_out(artifact, run, count, revision)
-    score = held_out.score(artifact, corpus, rows, args.micro or run.batch.micro, device)
+    score = held_out.score(artifact, corpus, rows, args.micro or run.batch.least_micro, device)
     own = held_out.own_loss(artifact, run, count)
     result = {"model": str(artifact.folder), "run": run.name, "step": artifact.facts.get("step")}
     result |= {"device": str(device), **score.to_json(), "runs_own_loss": own}

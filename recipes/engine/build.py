@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import (
+    DDPCommunicationHookType,
     DeepSpeedPlugin,
     DistributedDataParallelKwargs,
     GradientAccumulationPlugin,
@@ -118,17 +119,25 @@ def _prepare_deepspeed_for_cpu(strategy: Strategy) -> None:
 
 def _start_ddp(strategy: Strategy, run: Run, plan: BatchPlan, cpu: bool) -> Accelerator:
     knobs = run.ddp
-    if knobs.static_graph and plan.accumulation > 1:
+    auto = run.batch.micro == "auto"  # which promises no accumulation of 1
+    if knobs.static_graph and (auto or plan.accumulation > 1):
+        given = "batch.micro=auto" if auto else f"accumulation {plan.accumulation}"
         raise ValueError(
-            f"ddp.static_graph=true can't work with accumulation {plan.accumulation}: DDP expects "
-            "every backward to reduce; set it to false"
+            f"ddp.static_graph=true can't work with {given}: DDP expects every backward to "
+            "reduce; set it to false"
+        )
+    if knobs.compress == "bf16" and cpu:
+        raise ValueError(
+            "ddp.compress=bf16 can't take effect on the CPU: torch has that hook on NCCL only; use "
+            "no or fp16"
         )
     handlers: list[Any] = [
         DistributedDataParallelKwargs(
             bucket_cap_mb=knobs.bucket_cap_mb,
             gradient_as_bucket_view=knobs.gradient_as_bucket_view,
             static_graph=knobs.static_graph,
-            comm_hook=knobs.compress,
+            # A plain string finds no hook there, without a word.
+            comm_hook=DDPCommunicationHookType(knobs.compress),
         ),
         GradScalerKwargs(init_scale=DDP_INITIAL_SCALE, growth_interval=DDP_SCALE_WINDOW),
     ]
@@ -235,15 +244,14 @@ def _mend_stage0(engine: Engine) -> None:
 def read_back(engine: Engine, run: Run) -> list[Row]:
     """What the engine will really do, beside what was asked for."""
     plan, strategy, model = engine.plan, engine.strategy, engine.model
-    accumulation = engine.accelerator.gradient_accumulation_steps
-    pairs: list[tuple[str, Any, Any]] = [
-        ("accumulation: Accelerate", accumulation, plan.accumulation)
-    ]
+    used = engine.accelerator.gradient_accumulation_steps
+    pairs: list[tuple[str, Any, Any]] = [("accumulation: Accelerate", used, plan.accumulation)]
     if strategy.kind == "DDP":
         native = engine.accelerator.native_amp or strategy.precision == "fp32"
         pairs += [
             ("wrapped in DistributedDataParallel", type(model).__name__, "DistributedDataParallel"),
             ("precision", strategy.precision if native else "fp32", strategy.precision),
+            ("gradients compressed", _compression(model), run.ddp.compress),
             ("loss scaler", engine.accelerator.scaler is not None, strategy.precision == "fp16"),
         ]
     else:
@@ -278,6 +286,12 @@ def read_back(engine: Engine, run: Run) -> list[Row]:
     return [
         Row(what=what, found=str(found), expected=str(expected)) for what, found, expected in pairs
     ]
+
+
+def _compression(model: Any) -> str:
+    """The 16-bit hook that DDP sends its gradients through, which torch tells no public way."""
+    names = [getattr(hook, "__name__", "") for hook, _ in model._comm_hooks]
+    return names[0].removesuffix("_compress_hook") if names else "no"
 
 
 def _engine_precision(model: Any) -> str:

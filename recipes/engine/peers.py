@@ -25,12 +25,15 @@ class Peers:
         # Counts, flags and paths must not wait for the GPU's queue. Rank 0 may look at a large data
         # set for longer than the default half hour; a rank that dies is noticed at once.
         self.group = dist.new_group(backend="gloo", timeout=timedelta(days=1))
+        self.others: list[str] = []  # names of the groups of `another`
         self.hosts: list[str] = self.gather(socket.gethostname())
         self._entries = 0
 
     def another(self) -> Peers:
         """The same ranks over connections of their own, for a thread beside the training."""
-        return Peers(self.rank, self.world)
+        other = Peers(self.rank, self.world)
+        self.others.append(other.group.group_name)
+        return other
 
     def enter(self, what: str, limit_s: float) -> None:
         """Wait until every rank has come here, which takes them no longer than `limit_s`.

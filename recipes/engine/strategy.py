@@ -235,6 +235,12 @@ def filled(strategy: Strategy, run: Run, plan: BatchPlan) -> dict[str, Any]:
         for key, value in owned.items()
         if tree.get(key, "auto") not in ("auto", value)
     ]
+    if run.batch.micro == "auto":  # what is stated would come to be wrong when it is settled
+        faults = [
+            f'{key}={tree[key]!r} in {strategy.origin}: batch.micro=auto settles it; write "auto"'
+            for key in OWNED[1:3]
+            if tree.get(key, "auto") != "auto"
+        ] + [fault for fault in faults if not fault.startswith(OWNED[1:3])]
     if faults:
         raise ValueError("\n".join(faults))
     # The engine prints its own throughput otherwise, wrong by the accumulation factor under

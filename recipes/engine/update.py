@@ -124,7 +124,9 @@ def _finish_ddp(engine: Engine) -> UpdateResult:
         # The clipping above unscaled and recorded the overflow. Fused AdamW would hide a skipped
         # step, so the step is not even called; the scale backs off all the same.
         scaler.update()
-    optimizer.zero_grad()
+    # Gradients set to None would be made anew by the micro-batches that don't reduce, beside the
+    # buckets that they are views of: 4 bytes per parameter more.
+    optimizer.zero_grad(set_to_none=not engine.model.gradient_as_bucket_view)
     return UpdateResult(applied=applied, grad_norm=norm, loss_scale=loss_scale(engine))
 
 

@@ -300,6 +300,12 @@ MOVES = [
 ]
 
 
+def gradient_storages(engine: build.Engine) -> list[int]:
+    """Addresses of the memory that lies behind gradients, each once."""
+    grads = [p.grad for p in engine.module.parameters() if p.grad is not None]
+    return sorted({grad.untyped_storage().data_ptr() for grad in grads})
+
+
 def parity(saved: Saved) -> Iterator[dict[str, Any]]:
     """Every arm against one process; leaves each arm's state in `saved`."""
     want, weights = reference()
@@ -312,7 +318,9 @@ def parity(saved: Saved) -> Iterator[dict[str, Any]]:
         line = {"what": "parity", "arm": arm, "got": got, "want": want, "drift": drift}
         yield line | {"naive": naive, "type": type(engine.inner_optimizer).__name__}
         saved[arm] = (arrays, state.export_scalars(engine))
+        before = gradient_storages(engine)
         on = train(engine, range(UPDATES, UPDATES + 2))
+        yield {"what": "gradients", "arm": arm, "kept": before, "after": gradient_storages(engine)}
         yield {"what": "uninterrupted", "arm": arm, "losses": on}
 
 

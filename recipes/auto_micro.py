@@ -1,0 +1,159 @@
+"""`batch.micro: auto`: the plan's micro-batch, tried before the first window, lowered if need be.
+
+On GPUs it is the plan's. For CPUs there is no plan of times: the largest up to CPU_MICRO that the
+host's free memory, shared by its ranks, has room for by the plan's arithmetic. Then every rank runs
+micro-batches of the full size by itself, and if one has no room, all take the next lower one: the
+accumulation rises, the global batch and the order of the data stay.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from typing import Any
+
+import torch
+
+from recipes import objective
+from recipes.checkpoint.snapshot import memory_left
+from recipes.config import Run
+from recipes.engine import room
+from recipes.engine.build import Engine
+from recipes.outcome import PeerError, exit_code
+from recipes.own_plan import Found, OwnPlan, own_plan
+from recipes.planner.micro import largest_of, legal_micros, next_lower
+
+logger = logging.getLogger(__name__)
+
+CPU_MICRO = 8  # above it a CPU's matmuls gain nothing, and two ranks share its caches
+# What a start must have in common with the last one to begin with the micro-batch that that had.
+SAME = ("world", "strategy", "device")
+
+
+def look(engine: Engine) -> Found:
+    """The machines that the ranks run on; a collective of the host's network."""
+    peers = engine.peers
+    if engine.device.type == "cuda":
+        name = torch.cuda.get_device_name(engine.device)
+        memory = torch.cuda.get_device_properties(engine.device).total_memory
+    else:
+        name = ""
+        memory = memory_left() // Counter(peers.hosts)[peers.hosts[peers.rank]]
+    seen = peers.gather((name, memory))
+    return Found(
+        gpus=tuple(gpu for gpu, _ in seen),
+        memory=min(size for _, size in seen),
+        hosts=tuple(peers.hosts),
+    )
+
+
+def settle(engine: Engine, run: Run, recorded: dict[str, Any], found: Found) -> tuple[Engine, str]:
+    """Settle `batch.micro: auto` on all ranks alike; returns the engine and what the banner says.
+
+    Args:
+        recorded: `run.json` of the last start; empty at the first.
+
+    Raises:
+        ValueError: the plan does not know the model, or not even a micro-batch of 1 has room.
+    """
+    if run.batch.micro != "auto":
+        return engine, ""
+    peers, world = engine.peers, engine.plan.world
+    legal = legal_micros(run.batch, world, run.evaluate)
+    micro, why = peers.from_first(lambda: _first_choice(engine, run, recorded, found, legal))
+    worlds = objective.legal_worlds(run.batch, lanes=run.data.lanes, workers=run.data.workers)
+    while True:
+        engine = room.rebatch(engine, run, objective.plan_batch(run.batch, world, worlds, micro))
+        faults = peers.gather(room.try_out(engine, _batch(run, micro)))
+        if not any(faults):
+            return engine, f"auto: {why}"
+        rank, fault = next((rank, text) for rank, text in enumerate(faults) if text)
+        lower = next_lower(legal, micro)
+        told = f"no room for a micro-batch of {micro}: {fault}"
+        if lower is None and peers.rank == rank:
+            raise ValueError(f"{told}\n{advice(engine, run, found)}")
+        if lower is None:
+            raise PeerError(f"rank {rank}: {told}", exit_code(ValueError()))
+        if peers.rank == 0:
+            logger.warning("rank %d: %s\n%s", rank, told, _lowered(engine.plan, lower))
+        micro, why = lower, f"lowered from {micro}, for which rank {rank} had no room"
+
+
+def _lowered(plan: objective.BatchPlan, micro: int) -> str:
+    accumulation = plan.global_sequences // (plan.world * micro)
+    return (
+        f"batch    micro {plan.micro} -> {micro}, accumulation {plan.accumulation} -> "
+        f"{accumulation}; the global batch stays {plan.global_sequences}"
+    )
+
+
+def _first_choice(
+    engine: Engine, run: Run, recorded: dict[str, Any], found: Found, legal: list[int]
+) -> tuple[int, str]:
+    """What is tried first, and where it comes from; on rank 0."""
+    here = {"world": engine.plan.world, "strategy": engine.strategy.title}
+    here |= {"device": engine.device.type}
+    alike = all(recorded.get(key) == here[key] for key in SAME)
+    if alike and recorded["config"]["model"] == run.model.model_dump(mode="json"):
+        last = recorded.get("micro")  # a start of an older version has none
+        if last in legal:
+            return last, "as at the last start"
+    try:
+        plan = own_plan(run, engine.strategy, found, chunked=engine.module.chunked)
+    except ValueError as error:
+        raise ValueError(f"batch.micro=auto: {error}; give batch.micro a number") from error
+    if not found.cpu:
+        micro, most = plan.micro(legal)
+        return micro, f"the plan's; the largest that fits is {most}"
+    micro, _ = plan.micro([n for n in legal if n <= CPU_MICRO])
+    return micro, f"the largest up to {CPU_MICRO}, on a CPU"
+
+
+def _batch(run: Run, micro: int) -> dict[str, torch.Tensor]:
+    """A micro-batch of full length in which every position counts; on the host."""
+    ids = torch.zeros(micro, run.batch.seq_len, dtype=torch.int64)
+    batch = {"input_ids": ids, "labels": ids.clone()}
+    if run.data.document_mask:  # two documents a row, so that the mask is really built
+        half = max(run.batch.seq_len // 2, 1)
+        batch["position_ids"] = torch.arange(run.batch.seq_len).remainder(half).expand_as(ids)
+    return batch
+
+
+def advice(engine: Engine, run: Run, found: Found) -> str:
+    """What to do on a rank whose memory has run out; no communication."""
+    micro, plan = engine.plan.micro, engine.plan
+    peak = ""
+    if engine.device.type == "cuda":
+        most = torch.cuda.max_memory_allocated(engine.device)
+        peak = f"; {most / 1e9:.1f} GB of {found.memory / 1e9:.1f} GB were allocated at the peak"
+    text = f"this was with batch.micro={micro}, accumulation {plan.accumulation}{peak}\n"
+    legal = legal_micros(run.batch, plan.world, run.evaluate)
+    lower = next_lower(legal, micro)
+    own = _own(engine, run, found)
+    if own is not None and not found.cpu and lower is not None:
+        most = own.micro(legal)[1]
+        by_plan = largest_of(legal, most)
+        if by_plan < micro:
+            return f"{text}by the plan batch.micro={by_plan} fits: {_stays(plan, by_plan)}"
+        text += f"by the plan up to {most} fit: does another process use this GPU (nvidia-smi)?\n"
+    if lower is not None:
+        return f"{text}try batch.micro={lower}: {_stays(plan, lower)}"
+    ways = own.ways_to_save(micro) if own is not None else []
+    ways = ways or ["a strategy that shards more, more ranks, or a smaller model.config"]
+    return text + "a micro-batch of 1 is the least; what else saves memory:\n  " + "\n  ".join(ways)
+
+
+def _stays(plan: objective.BatchPlan, micro: int) -> str:
+    accumulation = plan.global_sequences // (plan.world * micro)
+    return (
+        f"the accumulation becomes {accumulation}, the global batch and the order of the data "
+        "stay, and the run goes on from its checkpoint"
+    )
+
+
+def _own(engine: Engine, run: Run, found: Found) -> OwnPlan | None:
+    """The run's own plan; None where its model is unknown to it."""
+    try:
+        return own_plan(run, engine.strategy, found, chunked=engine.module.chunked)
+    except ValueError:
+        return None

@@ -1,0 +1,1 @@
+"""What fits, which strategy, how long, how much: answered before a GPU is rented. No torch here."""

@@ -1,0 +1,119 @@
+"""`octet plan --ledger`: runs' own comparisons as one history, and what is wrong with a folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recipes.planner.ledger import ledger, ledger_text
+
+
+def quantity(what: str, unit: str, plan: float | None, measured: float | None) -> dict[str, Any]:
+    """An entry of plan.json; inside its band up to ten per cent."""
+    error = None if None in (plan, measured) else round(100 * (measured / plan - 1), 3)  # type: ignore[operator]
+    figure = {"value": plan, "low": plan, "high": plan, "unit": unit, "source": "formula"}
+    return {
+        "what": what,
+        "unit": unit,
+        "plan": figure | {"basis": "made up"} if plan is not None else None,
+        "measured": measured,
+        "error_percent": error,
+        "verdict": "not compared" if error is None else "inside" if abs(error) < 10 else "OUTSIDE",
+        "note": "",
+    }
+
+
+def start(time: float, *quantities: dict[str, Any], **facts: Any) -> dict[str, Any]:
+    """A start of plan.json."""
+    about = {"time": time, "gpu": "NVIDIA H200", "strategy": "ZeRO-1 fp16", "world": 8, "micro": 16}
+    about |= {"accumulation": 6, "from_update": 0, "update": 6, "final": False, "notes": []}
+    return about | facts | {"quantities": list(quantities)}
+
+
+def write(folder: Path, *starts: dict[str, Any]) -> Path:
+    """A run folder."""
+    folder.mkdir()
+    (folder / "run.json").write_text("{}")
+    whole = {"schema": 1, "name": folder.name, "starts": list(starts)}
+    (folder / "plan.json").write_text(json.dumps(whole))
+    return folder
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> list[Path]:
+    """Two runs with three starts."""
+    peak, step = ("peak allocated", "bytes"), ("update time", "s")
+    first = write(
+        tmp_path / "first",
+        start(2e9, quantity(*peak, 50e9, 52e9), quantity(*step, 2.0, 2.6)),  # +4 %, +30 %
+        start(1e9, quantity(*peak, 50e9, 49e9), quantity(*step, None, 2.0)),  # -2 %
+    )
+    bare = quantity("tokens/s", "tokens/s", None, 900.0)
+    second = write(
+        tmp_path / "second",
+        start(3e9, quantity(*peak, 10e9, 10.1e9), bare, gpu="cpu", world=2),  # +1 %
+    )
+    return [first, second]
+
+
+def test_the_history_has_every_start_oldest_first(folders: list[Path]) -> None:
+    result = ledger(folders)
+    assert [(s["name"], s["time"]) for s in result["starts"]] == [
+        ("first", 1e9),
+        ("first", 2e9),
+        ("second", 3e9),
+    ]
+    assert result["starts"][0]["folder"] == str(folders[0])
+    assert result["median_error_percent"] == {
+        "peak allocated": {"median": 2.0, "starts": 3},  # of 2, 4 and 1: the sign is no merit
+        "update time": {"median": 30.0, "starts": 1},
+    }
+    assert json.loads(json.dumps(result)) == result
+    assert ledger([str(folders[1])])["starts"][0]["gpu"] == "cpu"
+
+
+def test_the_table_names_run_gpu_and_strategy_and_what_is_outside(folders: list[Path]) -> None:
+    text = ledger_text(ledger(folders))
+    lines = [" ".join(line.split()) for line in text.splitlines()]
+    assert lines[0] == "run date GPU strategy ranks micro plan measured error"
+    assert lines[1].endswith("NVIDIA H200 ZeRO-1 fp16 8 16 peak allocated 50.0 GB 49.0 GB -2.0 %")
+    assert lines[1].startswith("first 2001-09-")
+    assert lines[3] == "update time 2.0 s 2.6 s +30.0 % outside the band"  # the start said once
+    assert "cpu ZeRO-1 fp16 2 16 peak allocated 10.0 GB 10.1 GB +1.0 %" in lines[4]
+    assert "median |error| over 3 start(s)" in lines
+    assert "peak allocated 2.0 % (3)" in lines
+    assert all(len(line) <= 140 for line in text.splitlines())
+
+
+def test_a_start_that_compared_nothing_says_so(tmp_path: Path) -> None:
+    folder = write(tmp_path / "bare", start(1e9, quantity("tokens/s", "tokens/s", None, 1.0)))
+    text = ledger_text(ledger([folder]))
+    assert "nothing could be compared" in text and "median" not in text
+
+
+def test_all_folders_that_are_wrong_are_told_at_once(tmp_path: Path, folders: list[Path]) -> None:
+    empty, old, torn, later = (tmp_path / name for name in ("empty", "old", "torn", "later"))
+    empty.mkdir()
+    write(old)
+    (old / "plan.json").unlink()
+    write(torn)
+    (torn / "plan.json").write_text('{"schema": 1, "name": "torn"')
+    write(later)
+    (later / "plan.json").write_text('{"schema": 2, "name": "later", "starts": []}')
+    odd = write(tmp_path / "odd", {"time": 1e9})
+    wrong = [tmp_path / "absent", empty, old, torn, later, odd]
+    with pytest.raises(ValueError) as caught:
+        ledger([*wrong, folders[0]])
+    told = str(caught.value).splitlines()
+    assert [line.split(" ")[0].removesuffix("/plan.json") for line in told] == [
+        str(w) for w in wrong
+    ]
+    assert "does not exist" in told[0]
+    assert "is no run folder (it has no run.json)" in told[1]
+    assert "has not come far enough to compare anything" in told[2]
+    assert "can't be read" in told[3]
+    assert "schema 2, expected 1" in told[4]
+    assert "it lacks 'quantities'" in told[5]
