@@ -1,8 +1,9 @@
 """How far the plan is off: every published measurement of tests/published/ against its prediction.
 
-    python benchmarks/accuracy.py
+    python benchmarks/accuracy.py            # prints the tables
+    python benchmarks/accuracy.py --write    # puts them into docs/planning.md
 
-Prints the Markdown that docs/planning.md shows. No clock is involved: the numbers are the same on
+No clock is involved: the numbers are the same on
 every machine, and tests hold bounds on them (test_planner_published.py, test_planner_memory.py,
 test_planner_network.py).
 """
@@ -25,6 +26,8 @@ from recipes.planner.transfer import Place, ring_share
 from recipes.planner.workload import Cluster
 from recipes.runfile import read_yaml
 
+DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "planning.md"
+BEGIN, END = "<!-- accuracy: begin -->", "<!-- accuracy: end -->"
 GIB = 2.0**30
 # Beginning of a row's id, and what it is. The constants were chosen on the first.
 STACKS = {
@@ -145,8 +148,20 @@ def report() -> str:
     return "\n\n".join("\n".join(part) for part in parts) + "\n"
 
 
+def block(text: str) -> tuple[str, str, str]:
+    """docs/planning.md before, within and after the place of the tables."""
+    before, rest = text.split(BEGIN)
+    within, after = rest.split(END)
+    return before, within, after
+
+
 def main() -> None:
-    print(report(), end="")
+    tables = report()
+    print(tables, end="")
+    if "--write" in sys.argv:
+        before, _, after = block(DOCUMENT.read_text(encoding="utf-8"))
+        text = f"{before}{BEGIN}\n{tables}{END}{after}"
+        DOCUMENT.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

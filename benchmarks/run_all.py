@@ -21,6 +21,8 @@ COMMANDS = [
     [TORCHRUN, "--nproc_per_node", "2", "benchmarks/checkpoint.py", "ddp"],
     [sys.executable, "benchmarks/loss.py"],
     [sys.executable, "benchmarks/startup.py"],
+    [sys.executable, "benchmarks/accuracy.py"],
+    [sys.executable, "benchmarks/estimators.py"],
     [TORCHRUN, "--nproc_per_node", "2", "benchmarks/wire.py"],
     [TORCHRUN, "--nproc_per_node", "4", "benchmarks/wire.py"],
 ]

@@ -20,10 +20,10 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
+from recipes.advice.verb import plan
 from recipes.artifacts.checkpoint_verbs import checkpoint
 from recipes.artifacts.verbs import evaluate, export, generate
 from recipes.outcome import TopologyError, exit_code
-from recipes.planner.verb import plan
 from recipes.verb import verb_parser
 
 

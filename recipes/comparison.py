@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from recipes.advice.plain import figure_json
 from recipes.metrics import human_bytes, human_rate, human_seconds
 from recipes.planner.figure import Figure
-from recipes.planner.plain import figure_json
 
 Verdict = Literal["inside", "OUTSIDE", "not compared"]
 PLAN = "plan.json"  # in the run folder; `recipes.confront` has its schema

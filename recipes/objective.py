@@ -133,9 +133,14 @@ def legal_worlds(batch: Batch, *, lanes: int, workers: int) -> list[int]:
 
     With `batch.micro: auto` any that divides the window: a micro-batch of 1 always does.
     """
-    return [
-        world
-        for world in range(1, min(lanes, batch.global_sequences) + 1)
-        if batch.global_sequences % (world * batch.least_micro) == 0
-        and lanes % (world * max(workers, 1)) == 0
-    ]
+    readers = max(workers, 1)
+    if lanes % readers or batch.global_sequences % batch.least_micro:
+        return []
+    shares = batch.global_sequences // batch.least_micro, lanes // readers
+    return divisors(math.gcd(*shares))
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors of a positive number, ascending."""
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})

@@ -15,18 +15,18 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from recipes.advice.arm_file import ddp_of, deepspeed_of
+from recipes.advice.question import workload
 from recipes.config import Run
 from recipes.engine.strategy import Strategy
 from recipes.metrics import human_bytes
-from recipes.planner.arm_file import ddp_of, deepspeed_of
+from recipes.planner.families import read_shape
 from recipes.planner.figure import Figure, exact
 from recipes.planner.hardware import Gpu, Nic, read_hardware
 from recipes.planner.measured import read_measured
 from recipes.planner.memory import MemoryPlan, checkpoint_bytes, plan_memory, savings
 from recipes.planner.micro import planned_micro
 from recipes.planner.predict import predict
-from recipes.planner.question import workload
-from recipes.planner.shape import read_shape
 from recipes.planner.traffic import sent_per_rank
 from recipes.planner.workload import Candidate, Cluster, Measured, Workload
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import io
+import re
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, get_args
@@ -37,7 +38,7 @@ def load_run(path: str | Path, overrides: list[str] | None = None) -> Run:
     try:
         run = Run.model_validate(tree)
     except ValidationError as error:
-        problems += [_describe(fault) for fault in error.errors()]
+        problems += [describe(fault) for fault in error.errors()]
     problems += _across_sections(_whole_sections(tree))
     if run is None or problems:
         count = f"{len(problems)} problem{'s' if len(problems) > 1 else ''}"
@@ -83,28 +84,28 @@ def _override(tree: dict[str, Any], item: str) -> str | None:
     return None
 
 
-def _describe(fault: Any) -> str:
-    """One pydantic fault as `section.key=value: what was expected`."""
+def describe(fault: Any, whole: type[BaseModel] = Run) -> str:
+    """One pydantic fault of a `whole` as `section.key=value: what was expected`."""
     place = [str(part) for part in fault["loc"] if part != NUMBER]
     if fault["type"] == "extra_forbidden":
-        known = list(_section_at(fault["loc"][:-1]).model_fields)
+        known = list(_section_at(whole, fault["loc"][:-1]).model_fields)
         near = difflib.get_close_matches(place[-1], known, n=1)
         remedy = f"did you mean {near[0]}?" if near else f"known here: {', '.join(known)}"
         return f"{'.'.join(place)}: unknown key; {remedy}"
     if fault["type"] == "missing":
         return f"{'.'.join(place)}: missing"
     text = fault["msg"].removeprefix("Value error, ").replace("Input should be", "expected")
+    text = re.sub(r" or instance of \w+", "", text)
     if fault["type"] == "string_pattern_mismatch":  # only a run's name has one
         text = "expected letters, digits, '.', '_' and '-', beginning with a letter or digit"
     if NUMBER in fault["loc"]:
         text += ", or auto"
     if fault["type"] == "value_error":
         return f"{'.'.join(place)}: {text}"
-    return f"{'.'.join(place)}={fault['input']!r}: {text}"
+    return f"{'.'.join(place)}={fault['input']!r:.80}: {text}"
 
 
-def _section_at(place: tuple[Any, ...]) -> type[BaseModel]:
-    section: type[BaseModel] = Run
+def _section_at(section: type[BaseModel], place: tuple[Any, ...]) -> type[BaseModel]:
     for part in place:
         kinds = [
             section.model_fields[part].annotation,

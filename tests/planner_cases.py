@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from recipes.planner.families import shape_of
 from recipes.planner.hardware import Gpu, Nic
-from recipes.planner.shape import Shape, shape_of
+from recipes.planner.shape import Shape
 from recipes.planner.strategies import data_parallel
 from recipes.planner.workload import Candidate, Cluster, Strategy, Workload
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from recipes.planner.families import shape_of
 from recipes.planner.hardware import read_hardware
-from recipes.planner.shape import shape_of
 from recipes.planner.workload import Candidate, Cluster, Strategy, Workload
 from recipes.runfile import read_yaml
 

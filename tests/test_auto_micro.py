@@ -48,6 +48,13 @@ def test_micro_batches_divide_a_ranks_share_of_window_and_evaluation() -> None:
     held_out = Evaluate(every_updates=1, sequences=16)  # 8 a rank
     assert chosen.legal_micros(batch(), 2, held_out) == [1, 2, 4]
     assert chosen.legal_micros(batch(), 24) == [1]
+    with pytest.raises(
+        ValueError, match="sequences=17 can't be shared by 2 ranks equally; .* 16 o"
+    ):
+        chosen.legal_micros(batch(), 2, Evaluate(every_updates=1, sequences=17))
+    with pytest.raises(ValueError, match="nearest: 4$"):
+        chosen.legal_micros(batch(), 4, Evaluate(every_updates=1, sequences=3))
+    assert len(chosen.legal_micros(batch(sequences=10**12), 1)) == 169  # (12 + 1) * (12 + 1)
 
 
 def test_the_next_lower_one_and_the_largest_below_a_limit() -> None:

@@ -13,13 +13,14 @@ import jsonschema
 import pytest
 from planned import COMMANDS, ROOT, XL, answered, plan
 
-from recipes.planner import sections, words
-from recipes.planner.start_line import start_line
-from recipes.planner.wanted import Wanted
+from recipes.advice import sections_network, words
+from recipes.advice.start_line import start_line
+from recipes.advice.wanted import Wanted
+from recipes.planner.figure import Figure, banded
 from recipes.planner.workload import Candidate, Strategy
 from recipes.runfile import load_run
 
-SCHEMA = json.loads((ROOT / "recipes" / "planner" / "plan.schema.json").read_text())
+SCHEMA = json.loads((ROOT / "recipes" / "advice" / "plan.schema.json").read_text())
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +64,25 @@ def test_the_schema_is_one_and_closed() -> None:
         assert set(each["required"]) == set(each["properties"])
 
 
+def test_every_number_that_is_no_whole_one_is_a_figure() -> None:
+    def bare(tree: Any, place: str) -> Iterator[str]:
+        if isinstance(tree, dict):
+            kinds = tree.get("type", ())
+            if "number" in ([kinds] if isinstance(kinds, str) else kinds):
+                yield place
+            for key, value in tree.items():
+                yield from bare(value, f"{place}/{key}")
+        elif isinstance(tree, list):
+            for index, value in enumerate(tree):
+                yield from bare(value, f"{place}/{index}")
+
+    found = set(bare(SCHEMA, ""))
+    figure = {f"/$defs/figure/properties/{key}" for key in ("value", "low", "high")}
+    assert figure <= found
+    # Beside the figures only what was asked for, and the network's rate with its own source.
+    assert all("/question/" in place for place in found - figure), found - figure
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_an_answer_is_what_the_schema_says(answers: dict[str, Any], name: str) -> None:
     jsonschema.validate(answers[name], SCHEMA, cls=jsonschema.Draft202012Validator)
@@ -100,8 +120,12 @@ def test_every_figure_lies_in_its_band_and_says_where_from(
 def test_the_parts_of_an_update_are_the_update(answers: dict[str, Any], name: str) -> None:
     answer = answers[name]
     for row in answer["strategy"]["rows"]:
-        assert sum(row["parts"].values()) == pytest.approx(row["update"]["value"])
-        assert row["bottleneck"] == max(row["parts"], key=row["parts"].__getitem__)
+        parts = {name: part["value"] for name, part in row["parts"].items()}
+        assert sum(parts.values()) == pytest.approx(row["update"]["value"])
+        assert row["bottleneck"] == max(parts, key=parts.__getitem__)
+        for end in ("low", "high"):  # of each part by the update's
+            whole = sum(part[end] for part in row["parts"].values())
+            assert whole == pytest.approx(row["update"][end])
         tokens = answer["question"]["global_tokens"]
         assert row["tokens_per_s"]["value"] == pytest.approx(tokens / row["update"]["value"])
     times = [row["update"]["value"] for row in answer["strategy"]["rows"]]
@@ -130,7 +154,9 @@ def test_what_the_worked_example_must_say(answers: dict[str, Any]) -> None:
     marked = {row["name"] for row in strategy["rows"] if row["config"] is None}
     assert {"FSDP2", "ZeRO-2", "ZeRO-3"} <= marked
     assert strategy["chosen"]["name"].startswith("ZeRO-1")
-    compared = {row["name"]: row["sent"] for row in answers["gpt2_xl"]["communication"]["compared"]}
+    compared = {
+        row["name"]: row["sent"]["value"] for row in answers["gpt2_xl"]["communication"]["compared"]
+    }
     # 2(N-1)/N x 2 bytes x 1,557,611,200 parameters on 8 ranks: 5.452 GB; 1.5 times in DeepSpeed.
     assert compared["ZeRO-1 as the paper has it"] == pytest.approx(5.4516e9, rel=1e-4)
     assert compared["ZeRO-1 as DeepSpeed has it"] == pytest.approx(8.1775e9, rel=1e-4)
@@ -141,16 +167,20 @@ def test_memory_adds_up(answers: dict[str, Any], name: str) -> None:
     memory = answers[name]["memory"]
     phases = {phase["name"]: phase for phase in memory["phases"]}
     for phase in phases.values():
-        parts = sum(item["bytes"] for item in phase["items"])
-        assert parts == pytest.approx(phase["allocated"], rel=1e-9)
+        for end in ("value", "low", "high"):
+            parts = sum(item["bytes"][end] for item in phase["items"])
+            assert parts == pytest.approx(phase["allocated"][end], rel=1e-9)
     peak = phases[memory["peak"]]["allocated"]
-    assert peak == max(phase["allocated"] for phase in phases.values())
-    assert memory["allocated"]["value"] == pytest.approx(peak, rel=1e-9)
+    assert peak["value"] == max(phase["allocated"]["value"] for phase in phases.values())
+    for end in ("value", "low", "high"):
+        assert memory["allocated"][end] == pytest.approx(peak[end], rel=1e-9)
     levels = [memory[key]["value"] for key in ("allocated", "reserved", "device")]
     assert levels == sorted(levels)
-    assert memory["fits"] == (memory["device"]["value"] <= memory["usable"])
+    assert memory["fits"]
+    assert memory["device"]["value"] <= memory["usable"]["value"]
+    assert memory["device"]["high"] <= memory["capacity"]["value"]
     parameters = answers[name]["question"]["model"]["parameters"]
-    assert memory["checkpoint_bytes"] == 12 * parameters
+    assert memory["checkpoint_bytes"]["value"] == 12 * parameters
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -178,7 +208,7 @@ def test_the_run_in_days_is_updates_times_their_time(answers: dict[str, Any]) ->
     assert answers["llama_7b"]["cost"]["tokens_per_sample"] is None
     checkpoint = cost["checkpoint"]
     assert checkpoint["own"]["loss"]["value"] >= checkpoint["best"]["loss"]["value"]
-    assert checkpoint["mtbf_hours_per_gpu"] == pytest.approx(50_677, abs=1)
+    assert checkpoint["mtbf_hours_per_gpu"]["value"] == pytest.approx(50_677, abs=1)
 
 
 def test_options_that_change_time_and_money(tmp_path: Path) -> None:
@@ -186,8 +216,8 @@ def test_options_that_change_time_and_money(tmp_path: Path) -> None:
     found = answered(tmp_path, *XL, *more)["cost"]
     assert found["updates"] == 65_105
     assert found["tokens_per_sample"]["source"] == "formula"
-    assert found["checkpoint"]["mtbf_basis"] == "--mtbf"
-    assert found["checkpoint"]["failures_expected"] == pytest.approx(
+    assert found["checkpoint"]["mtbf_hours_per_gpu"]["basis"] == "--mtbf"
+    assert found["checkpoint"]["failures_expected"]["value"] == pytest.approx(
         found["gpu_hours"]["value"] / 1000
     )
 
@@ -200,7 +230,8 @@ def test_scaling_reaches_beyond_a_thousand_gpus(answers: dict[str, Any], name: s
     assert {answers[name]["question"]["world"], 16, 64, 1024} <= set(worlds)
     assert worlds[-1] > 1024
     first = points[0]
-    assert first["efficiency_weak"] == first["efficiency_strong"] == pytest.approx(1.0)
+    assert first["efficiency_weak"] == first["efficiency_strong"]
+    assert {first["efficiency_weak"][end] for end in ("low", "value", "high")} == {1.0}
     updates = answers[name]["cost"]["updates"]
     for point in points:
         if point["strong"] is None:
@@ -215,14 +246,14 @@ def test_one_node_without_a_network_stays_in_it(tmp_path: Path) -> None:
     alone = answered(tmp_path, *words_)
     assert [point["world"] for point in alone["scaling"]["points"]] == [8]
     assert alone["communication"]["between_nodes"] is None
-    assert alone["communication"]["levels"]["between"] == 0
+    assert alone["communication"]["levels"]["between"]["value"] == 0
     with_network = answered(tmp_path, *words_, "--nic", "200gbit", "--worlds", "8,64")
     assert [point["nodes"] for point in with_network["scaling"]["points"]] == [1, 8]
 
 
 def test_how_much_accumulation_makes_waiting_negligible() -> None:
-    def figure(value: float) -> SimpleNamespace:
-        return SimpleNamespace(value=value)
+    def figure(value: float) -> Figure:
+        return banded(value, 0.1, "s", "table", "a test")
 
     once = SimpleNamespace(when="boundary", sent=1.0)
     chosen = SimpleNamespace(
@@ -232,10 +263,12 @@ def test_how_much_accumulation_makes_waiting_negligible() -> None:
         transfers=((once, None),),
     )
     # 0.3 / (0.3 + 0.1 + 9) is 3.2 %, with 10 it is 2.9 %.
-    assert sections.negligible_accumulation(chosen) == 10
+    found = sections_network.negligible_accumulation(chosen)
+    # At the ends: (0.27·32.33 - 0.11)/1.1 = 7.8 and (0.33·32.33 - 0.09)/0.9 = 11.8.
+    assert found is not None and (found.low, found.value, found.high) == (8, 10, 12)
     every = SimpleNamespace(when="micro", sent=1.0)
     chosen.transfers = ((once, None), (every, None))
-    assert sections.negligible_accumulation(chosen) is None
+    assert sections_network.negligible_accumulation(chosen) is None
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -257,7 +290,14 @@ def test_a_strategy_s_own_keys_are_in_the_command() -> None:
 
     def command(family: str, **more: Any) -> tuple[str, str]:
         strategy = Strategy(name="any", family=family, **more)
-        return start_line(wanted, run, Candidate(strategy=strategy, micro=16), "fp16")
+        question: Any = SimpleNamespace(
+            wanted=wanted,
+            run=run,
+            work=SimpleNamespace(precision="fp16"),
+            cluster=SimpleNamespace(world=8, nodes=2, gpus=4),
+            asked=SimpleNamespace(strategy=Strategy(name="asked", family="fsdp2")),
+        )
+        return start_line(question, Candidate(strategy=strategy, micro=16))
 
     typed, also = command("ddp", compress=True, bucket_view=False, config="a.yaml")
     assert typed == (

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from planner_cases import LLAMA, NIC, STRATEGIES, XL, candidate, cluster, work
 
+from recipes.objective import divisors
 from recipes.planner.choose import best_of, micros, rank
 from recipes.planner.hardware import read_hardware
 from recipes.planner.network import seconds
@@ -203,9 +204,56 @@ def test_weak_and_strong_scaling() -> None:
     assert points[2].strong is not None and points[2].strong.accumulation == 1
     assert points[3].strong is not None and points[3].strong.candidate.micro == 12
     assert points[4].strong is None and "raise batch.global_sequences" in points[4].note
+    assert points[0].note == ""
     strong = [p.efficiency_strong for p in points[:4]]
     assert strong == sorted(strong, reverse=True)
     assert points[4].efficiency_weak < points[1].efficiency_weak < 1.01
+
+
+@pytest.mark.parametrize("worlds", [[32], [64, 128], [96, 192], [7, 8, 16], [1000]])
+def test_a_measure_that_the_micro_batch_does_not_divide(worlds: list[int]) -> None:
+    """Weak scaling does all the work of its share, whatever the first size is."""
+    machines = replace(a100(gpus=1), nodes=8) if worlds[0] in (7, 1000) else a100()
+    points = scale(work(), candidate(micro=16), machines, worlds)
+    first = next((p for p in points if p.strong is not None), None)
+    if first is None:
+        assert all(p.weak is None and p.note for p in points)
+        return
+    assert first.efficiency_weak == pytest.approx(1.0) and first.efficiency_strong == 1.0
+    assert first.weak is not None and first.strong is not None
+    assert first.weak.update.value == pytest.approx(first.strong.update.value)
+    for point in points:
+        assert point.weak is not None and point.efficiency_weak < 1.02
+
+
+def test_lanes_that_the_ranks_can_not_share_are_named() -> None:
+    points = scale(work(), candidate(micro=12), a100(), [8, 16, 64], lanes=96)
+    assert "raise data.lanes" in points[2].note
+    assert "lanes" not in points[0].note + points[1].note
+
+
+def test_what_was_asked_is_kept_where_nothing_is_clearly_faster() -> None:
+    asked = candidate("ZeRO-1, less traffic")
+    chosen = rank(work(), a100(), asked=asked).chosen
+    assert chosen is not None and chosen.candidate.strategy.name == "ZeRO-1, less traffic"
+
+
+def test_a_users_own_file_is_what_starts_its_strategy() -> None:
+    own = replace(STRATEGIES["ZeRO-1, overlap_comm"], name="mine", config="my/overlap.yaml")
+    chosen = rank(work(), a100(), asked=candidate(own)).chosen
+    assert chosen is not None and chosen.candidate.strategy.config == "my/overlap.yaml"
+    other = replace(own, bucket_elements=5_000_000, name="ZeRO-1")
+    rows = rank(work(), a100(), asked=candidate(other)).rows
+    assert any(row.candidate.strategy.name == "ZeRO-1, as asked" for row in rows)
+    two = replace(STRATEGIES["ZeRO-2"], config="my/zero2.yaml")
+    still = rank(work(), a100(), asked=candidate(two)).chosen
+    assert still is not None and still.candidate.strategy.stage < 2
+
+
+def test_divisors() -> None:
+    assert divisors(96) == [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 96]
+    assert divisors(1) == [1] and divisors(49) == [1, 7, 49]
+    assert len(divisors(7_680_000_000)) == 16 * 2 * 8  # 2^15 · 3 · 5^7
 
 
 def test_waiting_for_the_slowest_grows_with_doublings() -> None:

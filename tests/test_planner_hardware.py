@@ -8,8 +8,8 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 
+from recipes.planner.families import shape_of
 from recipes.planner.hardware import Gpu, Hardware, read_hardware
-from recipes.planner.shape import shape_of
 from recipes.planner.workload import Precision, Strategy, Workload
 from recipes.runfile import read_yaml
 
@@ -65,8 +65,10 @@ def test_peaks_are_the_data_sheets(table: Hardware, name: str) -> None:
     assert measured == pytest.approx(DATA_SHEETS[name], rel=1e-9)
 
 
-def test_volta_alone_has_no_bf16(table: Hardware) -> None:
-    assert [g.name for g in table.gpus.values() if not g.bf16] == ["v100-16gb", "v100-32gb"]
+def test_volta_alone_has_neither_bf16_nor_flash_attention_2(table: Hardware) -> None:
+    volta = ["v100-16gb", "v100-32gb"]
+    assert [g.name for g in table.gpus.values() if not g.bf16] == volta
+    assert [g.name for g in table.gpus.values() if not g.flash2] == volta
 
 
 def test_names_in_a_name_agree_with_the_rate(table: Hardware) -> None:
@@ -107,8 +109,9 @@ def test_an_unknown_name_is_never_guessed(table: Hardware) -> None:
         table.gpu("a100-80g")
     with pytest.raises(ValueError, match=r"--nic 'infiniband'.* or a rate such as 200gbit"):
         table.nic("infiniband")
-    with pytest.raises(ValueError, match="not in the hardware table"):
-        table.nic("0gbit")
+    for rate in ("0gbit", "1mbit", "0.0000001gbit", "101tbit"):
+        with pytest.raises(ValueError, match="expected 0.1gbit to 100tbit"):
+            table.nic(rate)
 
 
 def test_a_rate_is_a_network(table: Hardware) -> None:
@@ -151,6 +154,51 @@ def test_all_faults_of_a_user_s_file_are_told_at_once(tmp_path: Path) -> None:
     (tmp_path / "list.yaml").write_text("- 1\n", encoding="utf-8")
     with pytest.raises(ValueError, match="expected the sections gpus: and nics:"):
         read_hardware(tmp_path / "list.yaml")
+
+
+MINE = """
+    {source: measured, memory_gib: 79.2, flops_16bit: 312e12, flops_32bit: 19.5e12,
+     matmul_share: 0.9, sms: 108, memory_bytes_per_s: 2e12, link: pcie, link_bytes_per_s: 2e10"""
+
+
+def test_a_name_that_both_files_know_is_the_user_s(table: Hardware, tmp_path: Path) -> None:
+    own = tmp_path / "own.yaml"
+    own.write_text(f"gpus:\n  mine: {MINE}, aliases: [h200, A100-SXM4-40GB]}}\n")
+    both = read_hardware(own)
+    assert table.gpu("h200").name == "h200" and both.gpu("h200").name == "mine"
+    assert both.gpu("NVIDIA A100-SXM4-40GB").name == "a100-40gb"  # an alias that it left
+    assert both.gpu("A100-SXM4-40GB").name == "mine"
+    own.write_text(f"gpus:\n  a: {MINE}, aliases: [x]}}\n  b: {MINE}, aliases: [X]}}\n")
+    with pytest.raises(ValueError, match="gpus.b: X is a already; name it once"):
+        read_hardware(own)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("gpus: 3", "gpus=3: expected names with keys below them"),
+        ("gpus: [a]", "gpus=['a']: expected names"),
+        ("nics: x", "nics='x': expected names"),
+        (
+            f"gpus: {{g: {MINE}, flops_16bti: 3}}}}",
+            "flops_16bti: unknown key; did you mean flops_16",
+        ),
+        ("gpus: {g: {flops_16bit: 1e-300}}", "g.flops_16bit=1e-300: expected greater than"),
+        ("gpus: {g: {memory_bytes_per_s: 1e300}}", "g.memory_bytes_per_s=1e+300: expected less"),
+        ("gpus: {g: {memory_gib: .inf}}", "g.memory_gib=inf: expected a finite number"),
+        ("gpus: {g: {link: NVLink}}", "g.link='NVLink': expected 'nvlink', 'nvswitch'"),
+        ("gpus: {g: {sms: 1.5}}", "g.sms=1.5: expected a valid integer"),
+        ("nics: {n: {source: x}}", "nics.n.bits_per_s: missing"),
+    ],
+)
+def test_a_user_s_file_is_held_to_its_form(tmp_path: Path, text: str, told: str) -> None:
+    own = tmp_path / "own.yaml"
+    own.write_text(text.replace("flops_16bit: 312e12", "flops_16bit: 3e14") + "\n")
+    with pytest.raises(ValueError) as caught:
+        read_hardware(own)
+    assert any(
+        line.startswith(f"{own}: ") and told in line for line in str(caught.value).split("\n")
+    )
 
 
 def published(name: str) -> list[dict[str, Any]]:

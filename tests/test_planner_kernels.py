@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from operator_bytes import layer_bytes_per_token
 
+from recipes.planner.families import shape_of
 from recipes.planner.kernels import Style, layer_moved, loss_bytes
-from recipes.planner.shape import shape_of
 
 PLAIN = {"resid_pdrop": 0.0, "attn_pdrop": 0.0, "embd_pdrop": 0.0}
 MODELS = {

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from recipes.planner.ledger import ledger, ledger_text
+from recipes.advice.ledger import ledger, ledger_text
 
 
 def quantity(what: str, unit: str, plan: float | None, measured: float | None) -> dict[str, Any]:
@@ -116,4 +116,53 @@ def test_all_folders_that_are_wrong_are_told_at_once(tmp_path: Path, folders: li
     assert "has not come far enough to compare anything" in told[2]
     assert "can't be read" in told[3]
     assert "schema 2, expected 1" in told[4]
-    assert "it lacks 'quantities'" in told[5]
+    assert "is damaged: starts.0.gpu: missing (and 4 more)" in told[5]
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"time": "nan"}, "starts.0.time='nan': expected a valid number"),
+        ({"time": 1e300}, "starts.0.time=1e+300: expected less than"),
+        ({"gpu": 1}, "starts.0.gpu=1: expected a valid string"),
+        ({"quantities": [3]}, "starts.0.quantities.0=3: expected a valid dictionary"),
+        ({"quantities": [quantity("zzz", "s", 1.0, 2.0)]}, "what='zzz': expected one of peak"),
+        (
+            {"quantities": [quantity("MFU", "share", 1.0, 2.0) | {"plan": None}]},
+            "error_percent stands without a plan",
+        ),
+    ],
+)
+def test_a_damaged_comparison_is_told_with_its_place(
+    tmp_path: Path, changes: dict[str, Any], told: str
+) -> None:
+    folder = write(tmp_path / "bad", start(1e9) | changes)
+    with pytest.raises(ValueError) as caught:
+        ledger([folder])
+    assert str(caught.value).startswith(f"{folder}/plan.json is damaged: ")
+    assert told in str(caught.value)
+
+
+def test_a_plan_that_is_no_object_is_told(tmp_path: Path) -> None:
+    folder = write(tmp_path / "list")
+    (folder / "plan.json").write_text("[1]")
+    with pytest.raises(ValueError, match="schema None, expected 1"):
+        ledger([folder])
+
+
+def test_a_run_counts_once_however_it_is_named(folders: list[Path]) -> None:
+    first = folders[0]
+    named = [first, f"{first}/", first / "plan.json", first.parent / "x" / ".." / "first"]
+    assert len(ledger(named)["starts"]) == 2
+
+
+def test_runs_without_a_start_are_told_so(tmp_path: Path) -> None:
+    text = ledger_text(ledger([write(tmp_path / "none")]))
+    assert text == "no start of these runs has compared anything yet; train on"
+
+
+def test_a_name_is_no_markup(tmp_path: Path) -> None:
+    folder = write(
+        tmp_path / "run", start(1e9, quantity("MFU", "share", 0.5, 0.5), gpu="[red]x[/b]")
+    )
+    assert "[red]x[/b]" in ledger_text(ledger([folder]))

@@ -122,3 +122,76 @@ def test_an_unreadable_file_says_where_it_comes_from(tmp_path: Path) -> None:
     assert "outputs/preflight.json" in refused(tmp_path / "none.json")
     (tmp_path / "broken.json").write_text("{")
     assert "can't be read as preflight's JSON" in refused(tmp_path / "broken.json")
+
+
+def changed(folder: Path, place: str, value: Any) -> Path:
+    """The result with one value of every rank, or of every all-reduce, replaced."""
+    found = tree()
+    measured = found["measured"]
+    *way, key = place.split(".")
+    for part in way:
+        measured = measured[part]
+    for entry in measured if isinstance(measured, list) else [measured]:
+        entry[key] = value
+    return written(folder, found)
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "told"),
+    [
+        ("matmul.ranks.flops", 1e18, "matmul.ranks.0.flops=1e+18: expected less than"),
+        ("matmul.ranks.flops", 0, "matmul.ranks.0.flops=0: expected greater than"),
+        ("matmul.ranks.flops", -5, "matmul.ranks.0.flops=-5: expected greater than"),
+        ("matmul.ranks.flops", float("nan"), "matmul.ranks.0.flops=nan: expected a finite"),
+        ("matmul.ranks.flops", "fast", "matmul.ranks.0.flops='fast': expected a valid number"),
+        ("matmul.ranks", 3, "matmul.ranks=3: expected a valid list"),
+        ("matmul", [1], "matmul=[1]: expected a valid dictionary"),
+        ("matmul.dtype", "int8", "matmul.dtype='int8': expected 'float32'"),
+        ("network.collectives", ["a"], "network.collectives.0='a': expected a valid dictionary"),
+        ("network.collectives.seconds", 0, "network.collectives.0.seconds=0: expected greater"),
+        ("network.collectives.bytes", "8", "network.collectives.0.bytes='8': expected a valid"),
+        ("network.collectives.busbw_bytes_per_s", 0, "busbw_bytes_per_s=0.0: expected greater"),
+        ("network.between.bytes_per_s", 0, "network.between.bytes_per_s=0: expected greater"),
+        ("hosts", 5, "hosts=5: expected a valid list"),
+        ("device", None, "device=None: expected a valid string"),
+    ],
+)
+def test_a_damaged_value_is_told_with_its_place(
+    tmp_path: Path, gpu: Gpu, place: str, value: Any, told: str
+) -> None:
+    path = changed(tmp_path, place, value)
+    lines = refused(path, gpu=gpu).split("\n")
+    assert all(line.startswith(f"{path}: ") for line in lines) and len(lines) <= 11
+    assert told in lines[0], lines
+
+
+def test_a_part_that_is_missing_is_told(tmp_path: Path, gpu: Gpu) -> None:
+    found = tree()
+    for line in found["measured"]["network"]["collectives"]:
+        del line["bytes"]
+    assert "network.collectives.0.bytes: missing" in refused(written(tmp_path, found), gpu=gpu)
+
+
+def test_no_gpu_is_faster_than_its_peak(tmp_path: Path, gpu: Gpu) -> None:
+    """312 TFLOP/s of an A100 in 16 bit, 19.5 in fp32; a boosted clock gives a few per cent."""
+    assert read_measured(changed(tmp_path, "matmul.ranks.flops", 320e12), gpu=gpu).matmul_flops
+    path = changed(tmp_path, "matmul.ranks.flops", 330e12)
+    assert "3.3e+14 FLOP/s in bf16 are above a100-80gb's peak of 3.12e+14" in refused(path, gpu)
+    found = tree()
+    found["measured"]["matmul"] |= {"dtype": "float32", "ranks": [{"flops": 21e12}]}
+    assert "in fp32 are above" in refused(written(tmp_path, found), gpu)
+    found["measured"]["matmul"]["ranks"] = [{"flops": 19e12}]
+    assert read_measured(written(tmp_path, found), gpu=gpu).matmul_dtype == "fp32"
+
+
+def test_wrong_sums_are_counted_and_nothing_else_but_them_is_refused(
+    tmp_path: Path, gpu: Gpu
+) -> None:
+    path = changed(tmp_path, "network.collectives.correct", False)
+    assert "every all-reduce in it gave a wrong sum" in refused(path, gpu)
+    found = tree()
+    wrong = [c for c in found["measured"]["network"]["collectives"] if c["host"] == "worker-1"]
+    for line in wrong:
+        line["correct"] = False
+    sums = sum(line["op"] == "all_reduce" for line in wrong)
+    assert read_measured(written(tmp_path, found), gpu=gpu).wrong_sums == sums > 0

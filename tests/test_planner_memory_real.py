@@ -20,8 +20,8 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from recipes.model import SummedLoss
+from recipes.planner.families import shape_of
 from recipes.planner.memory import MemoryPlan, plan_memory
-from recipes.planner.shape import shape_of
 from recipes.planner.workload import Candidate, Precision, Strategy
 
 MICRO, SEQ = 4, 256

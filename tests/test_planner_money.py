@@ -25,6 +25,11 @@ def fixed(value: float) -> Figure:
     return exact(value, "s", "a test")
 
 
+def hours(value: float) -> Figure:
+    """A mean time between failures."""
+    return exact(value, "h", "a test")
+
+
 def test_the_mission_in_days_hours_and_money() -> None:
     found = money.cost(SAMPLES, BATCH, update=update(), world=8, price_per_gpu_hour=1.8)
     # 1e8 documents of 1,024 tokens are 1e8 sequences: 1e8 / 768 = 130,208.3 updates, rounded up.
@@ -36,6 +41,7 @@ def test_the_mission_in_days_hours_and_money() -> None:
     assert found.gpu_hours.value == pytest.approx(130_209 * 10 / 3600 * 8)  # 2,893.5
     assert found.price is not None
     assert found.price.value == pytest.approx(found.gpu_hours.value * 1.8)
+    assert found.price.unit == "currency of --price"
     assert (found.days.source, found.days.unit) == ("table", "days")
 
 
@@ -92,9 +98,39 @@ def test_no_other_interval_loses_less(save: float, mtbf: float) -> None:
 
 def test_what_is_lost_by_hand() -> None:
     # Every 100 s a save of 1 s: 1 %. Every 10,000 s a failure: half of 100 s, 20 s not yet written
-    # and 130 s of starting again: 2 %.
+    # and 130 s of starting again: 2 %. Of all time: 10,000·e^0.015·(e^0.0101 - 1) = 103.046 s.
     share = money.lost_share(100.0, 10_000.0, stall=1.0, written=20.0, again=130.0)
-    assert share == pytest.approx(0.03)
+    assert share == pytest.approx(1 - 100 / 103.0459, abs=1e-6)
+    assert share == pytest.approx(0.03, abs=1e-3)
+
+
+def test_no_more_than_everything_is_lost() -> None:
+    # An update of 10 s between failures every 5 s: 5·e^2·(e^2.2 - 1) = 296.5 s for 10 s of work.
+    half = money.lost_share(10.0, 5.0, stall=1.0, written=4.0, again=6.0)
+    assert half == pytest.approx(1 - 10 / 296.48, abs=1e-4)
+    assert money.lost_share(10.0, 1e-3, stall=1.0, written=4.0, again=6.0) == 1.0
+    save = money.Save(stall=fixed(1.0), written=fixed(4.0), restart=fixed(6.0))
+    stuck = money.checkpoint_interval(save, hours(0.001), 8, update())
+    assert not stuck.progresses and stuck.loss.value == 100.0
+    assert stuck.seconds.value == 10.0 and stuck.updates == 1
+    assert money.checkpoint_interval(save, hours(1.0), 8, update()).progresses
+
+
+def test_what_saves_take_is_told_in_whole_updates() -> None:
+    save = money.Save(stall=fixed(2.0), written=fixed(20.0), restart=fixed(300.0))
+    for mtbf in (1.0, 30.0, 50_000.0):
+        found = money.checkpoint_interval(save, hours(mtbf), 8, update())
+        assert found.seconds.value == 10.0 * found.updates
+    policy = money.policy_interval(Checkpoint(every_minutes=1), update(100.0))
+    assert policy.value == 100.0 and policy.basis.endswith("so after every update")
+
+
+def test_failures_are_as_well_founded_as_their_rate() -> None:
+    exactly = exact(2000.0, "GPU-hours", "a test")
+    found = money.failures(exactly, money.PUBLISHED_MTBF)
+    assert found.value == pytest.approx(2000 / 50_677, rel=1e-4)
+    assert found.source == "table" and "Llama 3" in found.basis
+    assert money.failures(exactly, hours(100.0)).source == "formula"
 
 
 def test_published_failures_are_those_of_the_source() -> None:
@@ -103,12 +139,12 @@ def test_published_failures_are_those_of_the_source() -> None:
 
 def test_more_gpus_fail_more_often_and_save_more_often() -> None:
     save = money.Save(stall=fixed(2.0), written=fixed(20.0), restart=fixed(300.0))
-    small = money.checkpoint_interval(save, 50_000.0, 8, update())
-    large = money.checkpoint_interval(save, 50_000.0, 800, update())
-    # M = 50,000 h / 8 = 2.25e7 s: sqrt(2 x 2 x 2.25e7) = 9,487 s, less 2 s, plus a third of 2.
-    assert small.seconds.value == pytest.approx(9_485.8, abs=0.5)
-    assert small.updates == 949
-    assert large.seconds.value == pytest.approx(948.683 - 2 + 2 / 3, abs=0.01)
+    small = money.checkpoint_interval(save, hours(50_000.0), 8, update())
+    large = money.checkpoint_interval(save, hours(50_000.0), 800, update())
+    # M = 50,000 h / 8 = 2.25e7 s: sqrt(2 x 2 x 2.25e7) = 9,487 s, less 2 s, plus a third of 2:
+    # 948.6 updates of 10 s. A hundredth of M: 948.7 s less 1.3.
+    assert (small.updates, small.seconds.value) == (949, 9_490.0)
+    assert (large.updates, large.seconds.value) == (95, 950.0)
     assert large.loss.value > small.loss.value
     assert small.seconds.source == "assumed"
 
@@ -140,8 +176,8 @@ def test_the_run_file_s_own_interval(policy: dict[str, Any], seconds: float, bas
 
 def test_the_own_interval_is_never_better_than_the_best() -> None:
     save = money.saving(18.7e9, 8, Checkpoint(every_updates=1))
-    best = money.checkpoint_interval(save, 50_000.0, 8, update())
-    own = money.interval_of(fixed(600.0), save, 50_000.0, 8, update())
+    best = money.checkpoint_interval(save, hours(50_000.0), 8, update())
+    own = money.interval_of(fixed(600.0), save, hours(50_000.0), 8, update())
     assert own.updates == 60
     assert own.loss.value > best.loss.value
     assert math.isfinite(best.loss.high)

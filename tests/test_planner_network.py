@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 
 from recipes.planner import network, traffic
+from recipes.planner.families import shape_of
 from recipes.planner.hardware import Nic, read_hardware
 from recipes.planner.network import breakdown, enough_bytes, one_call
-from recipes.planner.shape import shape_of
 from recipes.planner.transfer import Op, Place
 from recipes.planner.workload import Candidate, Cluster, Measured, Strategy, Workload
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from planned import XL, answered, plan
 
-from recipes.planner import chart, svg, words
-from recipes.planner.page import figures, page
+from recipes.advice import chart, svg, words
+from recipes.advice.page import figures, page
 
 VOID = {"meta", "br", "link", "img", "input", "hr"}
 
@@ -88,9 +88,8 @@ def test_every_number_stands_on_it_with_band_source_and_basis(
         assert {words.number(figure[key]) for key in ("value", "low", "high")} <= seen
         assert figure["basis"] in seen
         assert figure["source"] in words.SOURCES
-    for phase in answer["memory"]["phases"]:
-        for item in phase["items"]:
-            assert item["basis"] in seen
+    shown = figures(answer["memory"]["phases"])
+    assert len(shown) > 15 and {figure["basis"] for _, figure in shown} <= seen
 
 
 def test_three_pictures(text: str) -> None:
@@ -109,17 +108,22 @@ def test_names_are_text_and_never_markup(answer: dict[str, Any]) -> None:
     assert "a &amp; b" in told
 
 
+def of(gib: float) -> dict[str, Any]:
+    """So many GiB."""
+    return {"value": gib * words.GIB, "basis": "b"}
+
+
 def memory_of(*phases: tuple[str, list[float]]) -> dict[str, Any]:
     """A memory section with 80 GiB of room; sizes in GiB."""
     return {
-        "capacity": 80 * words.GIB,
-        "usable": 72 * words.GIB,
+        "capacity": of(80),
+        "usable": of(72),
         "phases": [
             {
                 "name": name,
-                "allocated": sum(sizes) * words.GIB,
+                "allocated": of(sum(sizes)),
                 "items": [
-                    {"name": f"n{i}", "kind": f"k{i}", "bytes": size * words.GIB, "basis": "b"}
+                    {"name": f"n{i}", "kind": f"k{i}", "bytes": of(size)}
                     for i, size in enumerate(sizes)
                 ],
             }
@@ -142,11 +146,15 @@ def test_memory_bars_are_as_high_as_their_bytes() -> None:
 
 
 def test_update_bars_are_as_long_as_their_seconds() -> None:
-    parts = {"arithmetic": 3.0, "network": 1.0}
-    rows = [{"name": "A", "parts": parts, "update": {"value": 4.0}, "chosen": True}]
-    rows.append(
-        {"name": "B", "parts": {"arithmetic": 3.0, "network": 3.0}, "update": {"value": 6.0}}
-    )
+    rows: list[dict[str, Any]] = [
+        {
+            "name": name,
+            "parts": {"arithmetic": {"value": 3.0}, "network": {"value": waits}},
+            "update": {"value": 3.0 + waits},
+            "chosen": name == "A",
+        }
+        for name, waits in (("A", 1.0), ("B", 3.0))
+    ]
     picture = ET.fromstring(svg.update_svg(rows))
     widths = [float(box.get("width", 0)) for box in picture.iter("rect")]
     assert widths[0] == pytest.approx(3 * widths[1], abs=0.2)
@@ -161,8 +169,8 @@ def points(*given: tuple[int, float, float | None]) -> list[dict[str, Any]]:
             "world": world,
             "weak": {},
             "strong": None if strong is None else {},
-            "efficiency_weak": weak,
-            "efficiency_strong": strong or 0.0,
+            "efficiency_weak": {"value": weak},
+            "efficiency_strong": None if strong is None else {"value": strong},
         }
         for world, weak, strong in given
     ]
@@ -198,6 +206,8 @@ def test_the_chart_in_a_terminal() -> None:
 def test_a_chart_of_many_doublings_stays_narrow() -> None:
     lines = chart.scaling_chart(points((1, 1.0, 1.0), (2**17, 0.5, 0.1))).splitlines()
     assert max(map(len, lines)) <= 110
+    lines = chart.scaling_chart(points((1, 1.0, 1.0), (2**17, 0.5, 0.1)), 80).splitlines()
+    assert 60 < max(map(len, lines)) <= 80
 
 
 @pytest.mark.parametrize(

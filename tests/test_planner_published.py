@@ -8,9 +8,15 @@ others.
 from __future__ import annotations
 
 import re
+import sys
+from pathlib import Path
 from statistics import median
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
+
+import accuracy
 from published_rows import Row, rows
 
 from recipes.planner.predict import predict
@@ -88,3 +94,9 @@ def test_no_point_of_a_smooth_curve_is_called_odd(model: str) -> None:
     assert len(points) == 5
     assert odd_points([p for p, _ in points], [m for _, m in points]) == []
     assert max(abs(p / m - 1) for p, m in points) <= 0.15
+
+
+def test_the_document_shows_these_errors() -> None:
+    """docs/planning.md; python benchmarks/accuracy.py --write"""
+    _, shown, _ = accuracy.block(accuracy.DOCUMENT.read_text(encoding="utf-8"))
+    assert shown.strip() == accuracy.report().strip()

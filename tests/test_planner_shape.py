@@ -15,8 +15,8 @@ from transformers.activations import ACT2FN
 
 from recipes.config import Model
 from recipes.model import count_parameters, flops_per_token
+from recipes.planner.families import FAMILIES, read_shape, shape_of
 from recipes.planner.functions import ACTIVATIONS
-from recipes.planner.shape import FAMILIES, read_shape, shape_of
 from recipes.planner.standin import as_on_gpu
 
 SMALL = {"hidden_size": 96, "num_hidden_layers": 3, "num_attention_heads": 6, "vocab_size": 500}
@@ -33,6 +33,10 @@ CASES: dict[str, dict[str, Any]] = {
     "gpt_neox tied": {
         **{"model_type": "gpt_neox", **SMALL, "intermediate_size": 200},
         "tie_word_embeddings": True,
+    },
+    "gpt_neox no biases": {
+        **{"model_type": "gpt_neox", **SMALL, "intermediate_size": 200},
+        "attention_bias": False,
     },
     "llama": {"model_type": "llama", **SMALL, "intermediate_size": 200},
     "llama grouped": {"model_type": "llama", **SMALL, "num_key_value_heads": 2},
@@ -80,6 +84,41 @@ def test_defaults_are_transformers_own(family: str) -> None:
     derived = {key for key, value in FAMILIES[family].items() if value is None}
     for key in FAMILIES[family].keys() - derived:
         assert getattr(theirs, key) == FAMILIES[family][key], key
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_key_of_transformers_is_taken_for_a_typing_error(family: str) -> None:
+    keys = AutoConfig.for_model(family).to_dict()
+    assert shape_of(keys, "x") == shape_of({"model_type": family}, "x")
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        ({"model_type": "gpt2", "n_layers": 4}, "x.n_layers=4: unknown key; did you mean n_layer?"),
+        ({"model_type": "gpt2", "num_layers": 4}, "did you mean n_layer?"),
+        ({"model_type": "gpt2", "intermediate_size": 64}, "did you mean n_inner?"),
+        ({"model_type": "llama", "n_layer": 4}, "did you mean num_hidden_layers?"),
+        ({"model_type": "llama", "num_key_value_head": 4}, "did you mean num_key_value_heads?"),
+        ({"model_type": "llama", "ffn_dim": 4}, "did you mean intermediate_size?"),
+        ({"model_type": ["llama"]}, "model_type=['llama'] has no closed form"),
+        ({"model_type": None}, "model_type=None has no closed form"),
+        ({"model_type": "gpt2", "n_layer": 10_001}, "expected a whole number from 1 to 10,000"),
+        ({"model_type": "gpt2", "vocab_size": 10**400}, "from 1 to 1,000,000,000"),
+        ({"model_type": "gpt2", "attn_pdrop": True}, "expected a share from 0"),
+    ],
+)
+def test_a_key_or_value_that_would_mislead_is_refused(config: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        shape_of(config, "x")
+    assert told in str(caught.value)
+
+
+def test_a_key_that_means_nothing_here_is_let_pass() -> None:
+    plain = shape_of({"model_type": "gpt2"}, "x")
+    assert shape_of({"model_type": "gpt2", "bos_token_id": 0, "rope_theta": 1e4}, "x") == plain
+    assert shape_of({"model_type": "gpt2", "num_layers": 12}, "x") == plain  # says the same
+    assert shape_of({"model_type": "gpt2", "num_hidden_layers": 2}, "x").layers == 2
 
 
 def test_gpt2_xl_s_parameters_by_hand() -> None:

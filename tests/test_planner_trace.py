@@ -19,10 +19,10 @@ from transformers import AutoConfig
 from recipes.config import Model
 from recipes.model import count_parameters
 from recipes.planner.activations import chunk_rows
+from recipes.planner.families import shape_of
 from recipes.planner.memory import plan_memory
-from recipes.planner.shape import shape_of
-from recipes.planner.trace import trace
 from recipes.planner.traced import Traced
+from recipes.planner.tracing import trace
 from recipes.planner.workload import Candidate, Precision, Strategy
 
 SMALL = {
@@ -182,9 +182,18 @@ def test_any_architecture_is_counted_and_planned_with(name: str) -> None:
 
 
 def test_layers_that_differ_are_averaged_over_the_whole_depth() -> None:
-    """Eager layers without and with their own mask cost alike; a wider last layer does not."""
-    found = traced({**OTHERS["gemma2"], "num_hidden_layers": 5}, attention="eager")
-    assert found.shape.layers == 5
+    """Gemma 3's every sixth layer sees all tokens, with a mask of its own."""
+    from recipes.planner import tracing as module
+
+    model = Model(
+        config={"model_type": "gemma3_text", **SMALL, "num_hidden_layers": 6}, attention="eager"
+    )
+    found = trace(model, "bf16", False, "eager", 256)
+    way = module._Way(precision="bf16", autocast=False, attention="eager", seq_len=256)
+    counted = [module._saved(module._config(model), n, 1, way)[0] for n in (1, 2, 5, 6)]
+    assert counted[3] - counted[2] != counted[1] - counted[0]
+    variant = found.variants[0]
+    assert 6 * variant.layer.at(1) + variant.head.at(1) == pytest.approx(counted[3], rel=1e-9)
 
 
 def test_a_folder_with_a_config_is_traced(tmp_path: Path) -> None:
@@ -224,7 +233,11 @@ def test_a_trace_corrects_what_was_not_traced() -> None:
         ({"model_type": "mamba", "hidden_size": 64, "num_hidden_layers": 2}, "eager", "no attent"),
         (OTHERS["bloom"], "flash", "an attention of its own.*other model.attention"),
         (OTHERS["gemma2"], "flash", "caps its attention scores.*eager or flash_attention_2"),
+        ({"model_type": "smollm3", **SMALL}, "eager", "can't be counted.*[Pp]adding_idx"),
         ({"model_type": "no_such"}, "eager", "no_such has no usable configuration"),
+        ({"model_type": "bert"}, "eager", "bert reads to both sides"),
+        ({"model_type": "t5"}, "eager", "t5 is no causal language model"),
+        ({"model_type": "gpt2", "n_layers": 3}, "eager", "did you mean n_layer"),
     ],
 )
 def test_what_would_be_counted_wrong_is_refused(
@@ -245,7 +258,7 @@ def test_the_process_is_as_before() -> None:
 
 def test_nothing_loads_torch_before_a_trace() -> None:
     code = (
-        "import sys, recipes.planner.trace, recipes.planner.memory; print('torch' in sys.modules)"
+        "import sys, recipes.planner.tracing, recipes.planner.memory; print('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"

@@ -17,8 +17,9 @@ import pytest
 import rehearsing
 
 from recipes.planner import buckets, traffic
+from recipes.planner.families import shape_of
 from recipes.planner.hardware import Nic, read_hardware
-from recipes.planner.shape import Shape, shape_of
+from recipes.planner.shape import Shape
 from recipes.planner.workload import Candidate, Cluster, Precision, Strategy, Workload
 
 GPU = read_hardware().gpu("a100-80gb")

@@ -22,6 +22,7 @@ SECTIONS = [
     "6 Scaling",
 ]
 ONE_NODE = (XL[0], "--gpus", "8", "--gpu", "a100-80gb")
+HUGE = ("batch.global_sequences=7680000000", "batch.micro=1")
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -184,6 +185,31 @@ def test_every_fault_at_once(tmp_path: Path) -> None:
         ((*XL, "model.config=null", "model.pretrained=gpt2"), "hf download gpt2 config.json"),
         ((*XL, "batch.micro=0"), "batch.micro=0: expected greater than 0"),
         ((*XL, "--ledger", "outputs"), "has no effect with --ledger"),
+        (("--ledger", "x", "--price", "0", "--nodes", "0"), "--nodes --price has no effect with"),
+        ((*XL, "--json", "-"), "the text goes to the standard output"),
+        ((*XL, "--json", ""), "--json '': expected the name of a file"),
+        ((*XL, "--config", ""), "--config '': expected the name of a file"),
+        ((*XL, "--html", "x", "--json", "./x"), "--html x would be written over --json ./x"),
+        ((*XL, "--json", XL[0]), f"--json {XL[0]} would be written over {XL[0]}"),
+        ((*XL, "--worlds", "8,1000008"), "at most 100 numbers, none above 1,000,000"),
+        ((*XL, "--worlds", "9" * 5000), "expected numbers of GPUs as 8,64,1024"),
+        ((*ONE_NODE[:2], "2000000", *ONE_NODE[3:]), "the plan knows up to 1,000,000 GPUs"),
+        ((*XL, "--mtbf", "1e308"), "--mtbf 1e+308: expected hours between failures of one GPU"),
+        ((*XL, "--tokens-per-sample", "1e306"), "--tokens-per-sample 1e+306: expected a mean"),
+        ((*XL[:-1], "1e308"), "--price 1e+308: expected the price of a GPU-hour, from 0 to 1,000"),
+        ((*XL, f"schedule.samples={10**20}"), "schedule.samples=1e+20: the plan counts up to"),
+        ((*XL, "model.config.n_layer=100000"), "expected a whole number from 1 to 10,000"),
+        ((*XL, "model.config.n_layers=4"), "n_layers=4: unknown key; did you mean n_layer?"),
+        ((*XL, "evaluate.sequences=100"), "100 can't be shared by 8 ranks equally; nearest: 96 or"),
+        (
+            (*XL, "evaluate.sequences=3"),
+            "evaluate.sequences=3 can't be shared by 8 ranks equally; ",
+        ),
+        ((*XL[:5], "--nic", "1mbit"), "--nic '1mbit': expected 0.1gbit to 100tbit"),
+        (
+            (*XL[:4], "v100-32gb", *XL[5:], "model.attention=flash_attention_2"),
+            "flash_attention_2 does not run on v100-32gb, it needs Ampere or newer; use sdpa",
+        ),
     ],
 )
 def test_wrong_use_is_refused_with_the_remedy(words: tuple[str, ...], told: str | None) -> None:
@@ -195,11 +221,53 @@ def test_wrong_use_is_refused_with_the_remedy(words: tuple[str, ...], told: str 
     assert told in err, err
 
 
+def test_a_broken_run_file_hides_no_other_fault() -> None:
+    """No run file, none that can be read, and a model that only --trace knows or doesn't."""
+    words = ("--gpu", "nope", "--price", "-1", "--nodes", "2", "--gpus", "4")
+    for run, told in (((), "name a run file"), (("no.yaml",), "no.yaml can't be read")):
+        code, _, err = plan(*run, *words)
+        assert code == 2
+        for part in (told, "--gpu 'nope'", "--price -1", "name the network between the 2 nodes"):
+            assert part in err, err
+    for model, told in (
+        ("pretrained: no/such", "hf download no/such config.json"),
+        ("config: {model_type: gpt2, n_head: 7}", "768 can't be divided among 7 heads"),
+    ):
+        code, _, err = plan(XL[0], f"model={{{model}}}", "--trace", *words)
+        assert code == 2
+        assert told in err and "--gpu 'nope'" in err, err
+
+
+def test_numbers_without_bounds_are_planned_at_once() -> None:
+    code, _, err = plan(*ONE_NODE[:2], "1", *ONE_NODE[3:], *HUGE)
+    assert code == 0, err
+
+
+def test_a_full_disk_under_the_output_is_told_and_a_closed_pipe_is_not(tmp_path: Path) -> None:
+    program = "import sys; from recipes.cli import main; sys.exit(main(sys.argv[1:]))"
+    words = [sys.executable, "-c", program, "plan", *XL, "--json", str(tmp_path / "x.json")]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(words, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 2
+    assert done.stderr.strip() == ("the standard output can't be written: No space left on device")
+    assert json.loads((tmp_path / "x.json").read_text())  # the file is whole all the same
+    piped = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert piped.stdout is not None and piped.stderr is not None
+    piped.stdout.close()
+    assert (piped.stderr.read(), piped.wait()) == (b"", 0)
+    piped.stderr.close()
+
+
+def test_flex_attention_is_planned_with_a_note(tmp_path: Path) -> None:
+    found = answered(tmp_path, *XL, "model.attention=flex_attention")
+    assert any("flex_attention is planned as if" in note for note in found["notes"])
+
+
 def test_an_uneven_hostfile_is_told(tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text("a slots=4\nb slots=2\n")
     code, _, err = plan(XL[0], "--hostfile", str(tmp_path / "hosts"), *XL[3:])
     assert code == 2
-    assert "has nodes of [2, 4] GPUs; the plan knows equal nodes" in err
+    assert "has nodes of 2 and 4 GPUs; the plan knows equal nodes" in err
 
 
 # ---- options that change the answer
@@ -246,7 +314,7 @@ def test_a_trace_counts_the_real_model(tmp_path: Path) -> None:
         False,
         True,
     )
-    sources = {i["source"] for p in traced["memory"]["phases"] for i in p["items"]}
+    sources = {i["bytes"]["source"] for p in traced["memory"]["phases"] for i in p["items"]}
     assert "traced" in sources
     peaks = [found["memory"]["allocated"]["value"] for found in (plain, traced)]
     assert peaks[1] == pytest.approx(peaks[0], rel=0.02)
@@ -269,13 +337,16 @@ def test_a_preflight_stands_in_for_the_table(tmp_path: Path) -> None:
     assert big["seconds"]["source"] == "measured"
     assert str(path) in big["seconds"]["basis"]
     assert any("not measured" in note and "matrix products" in note for note in found["notes"])
+    code, _, err = plan(*XL, "--measured", str(path))
+    assert code == 2
+    assert f"--nic 200gbit has no effect: {path} measured the network" in err
     code, _, err = plan(*XL[:4], "h100-80gb", *XL[5:], "--measured", str(path))
     assert code == 2
     assert "was measured on NVIDIA A100-SXM4-80GB" in err
 
 
 def test_a_ledger_of_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from recipes.planner import ledger
+    from recipes.advice import ledger
 
     seen: list[Any] = []
 

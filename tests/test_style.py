@@ -225,7 +225,12 @@ TORCHLESS += ["recipes.artifacts.verbs", "recipes.artifacts.checkpoint_verbs"]
 NAMED_ARRAYS = {f"recipes.checkpoint.{name}" for name in ("arrays", "pieces", "snapshot")}
 TORCHLESS += [m for m in MODULES if m.startswith("recipes.checkpoint.") and m not in NAMED_ARRAYS]
 TORCHLESS += ["recipes.pretrain", "recipes.measure", "recipes.cli"]
-ROOMS_WITHOUT_TORCH = ("recipes.cluster", "recipes.planner", "recipes.preflight")
+ROOMS_WITHOUT_TORCH = (
+    "recipes.advice",
+    "recipes.cluster",
+    "recipes.planner",
+    "recipes.preflight",
+)
 ROOMS_WITHOUT_TORCH += ("recipes.rehearsal",)
 RUNS_ON_RANKS = "recipes.preflight.measuring"
 TORCHLESS += [m for m in MODULES if m.startswith(ROOMS_WITHOUT_TORCH) and m != RUNS_ON_RANKS]

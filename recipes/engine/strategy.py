@@ -159,7 +159,7 @@ def json_faults(tree: Any) -> list[str]:
         return ["expected an object with zero_optimization.stage"]
     zero, faults = tree["zero_optimization"], []
     stage = zero.get("stage")
-    if stage not in (0, 1):
+    if stage not in (0, 1) or not isinstance(stage, int) or isinstance(stage, bool):
         faults.append(
             f"zero_optimization.stage={stage!r}: expected 1, or 0 (no sharding); no other stage is "
             "tested"
@@ -182,7 +182,8 @@ def json_faults(tree: Any) -> list[str]:
         faults.append("bf16.check_grad_overflow=false would apply non-finite gradients; remove it")
     if stage == 1:
         for key in ("reduce_bucket_size", "allgather_bucket_size"):
-            if not isinstance(zero.get(key), int) or isinstance(zero.get(key), bool):
+            size = zero.get(key)
+            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 faults.append(
                     f"zero_optimization.{key}={zero.get(key)!r}: write a number of elements, e.g. "
                     "100000000 (auto becomes hidden_size squared: hundreds of small reductions)"

@@ -1,1 +1,4 @@
-"""What fits, which strategy, how long, how much: answered before a GPU is rented. No torch here."""
+"""The plan's arithmetic: what fits, how long, how much; shapes and machines in, figures out.
+
+No torch here but in `tracing`, which loads it when it is called.
+"""

@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from recipes.metrics import human_seconds
+from recipes.objective import divisors
 from recipes.planner.memory import largest_micro, plan_memory
 from recipes.planner.predict import Prediction, predict
 from recipes.planner.strategies import obstacle, strategies
-from recipes.planner.trace import Traced
+from recipes.planner.traced import Traced
 from recipes.planner.workload import Candidate, Cluster, Strategy, Workload
 
 # Predictions that differ by less are called equal: of one strategy's settings the one with more
@@ -69,10 +71,11 @@ def _cause(row: Prediction, chosen: Prediction) -> str:
     losses = {name: row.parts[name] - chosen.parts[name] for name in row.parts}
     worst = max(losses, key=lambda name: losses[name])
     strategy = row.candidate.strategy
-    if worst == "network" and strategy.family == "deepspeed" and strategy.stage == 2:
+    again = strategy.family == "deepspeed" and strategy.stage == 2 and row.accumulation > 1
+    if worst == "network" and again:
         return f"it sends the gradients {row.accumulation} times an update"
     if worst == "network":
-        return f"{row.exposed.value:.2f} s an update wait for the network"
+        return f"{_span(row.exposed.value)} of an update wait for the network"
     if row.candidate.checkpointing and not chosen.candidate.checkpointing:
         return "it fits only with gradient checkpointing, which runs every forward twice"
     if worst == "pipeline bubble":
@@ -82,7 +85,11 @@ def _cause(row: Prediction, chosen: Prediction) -> str:
         return "the last stage has head and loss beside its layers, and the others wait for it"
     if worst == "kernel launches":
         return f"a micro-batch of {row.candidate.micro} is too small to keep the GPU busy"
-    return f"{losses[worst]:.2f} s an update more for {worst}"
+    return f"{_span(losses[worst])} of an update more for {worst}"
+
+
+def _span(seconds: float) -> str:
+    return human_seconds(seconds) if seconds >= 1e-3 else f"{seconds * 1e6:.0f} µs"
 
 
 def micros(work: Workload, strategy: Strategy, world: int) -> list[int]:
@@ -90,8 +97,7 @@ def micros(work: Workload, strategy: Strategy, world: int) -> list[int]:
     ranks = world // (strategy.tensor * strategy.pipeline)
     if ranks == 0 or work.global_sequences % ranks:
         return []
-    share = work.global_sequences // ranks
-    return [n for n in range(1, share + 1) if share % n == 0]
+    return divisors(work.global_sequences // ranks)
 
 
 def best_of(
@@ -136,7 +142,7 @@ def rank(
 ) -> Ranking:
     """Compare all strategies at the run's global batch."""
     rows, rejected = [], []
-    listed = strategies(work.precision, cluster)
+    listed = _with_asked(strategies(work.precision, cluster), asked.strategy)
     for strategy in listed:
         reason = obstacle(strategy, work, cluster)
         if reason:
@@ -149,27 +155,58 @@ def rank(
             rows.append(best)
     rows.sort(key=lambda p: p.update.value)
     return Ranking(
-        chosen=_choice(rows, listed),
+        chosen=_choice(rows, listed, asked.strategy),
         asked=predict(work, asked, cluster, traced=traced),
         rows=tuple(rows),
         rejected=tuple(rejected),
     )
 
 
-def _choice(rows: list[Prediction], listed: Sequence[Strategy]) -> Prediction | None:
+def _choice(
+    rows: list[Prediction], listed: Sequence[Strategy], asked: Strategy
+) -> Prediction | None:
+    """The fastest that this package runs; of those that are as fast the one that was asked for."""
     runnable = [p for p in rows if p.candidate.strategy.config]
     if not runnable:
         return None
     near = [p for p in runnable if p.update.value <= runnable[0].update.value * (1 + SAME_STRATEGY)]
-    return min(near, key=lambda p: listed.index(p.candidate.strategy))
+
+    return min(
+        near,
+        key=lambda row: (
+            bare(row.candidate.strategy) != bare(asked),
+            listed.index(row.candidate.strategy),
+        ),
+    )
+
+
+def bare(strategy: Strategy) -> Strategy:
+    """What a strategy does, without its name and file."""
+    return replace(strategy, name="", config="")
+
+
+def _with_asked(listed: Sequence[Strategy], asked: Strategy) -> tuple[Strategy, ...]:
+    """The list, in which what was asked for is run by the file that was named for it."""
+    if not asked.config or asked.stage > 1:  # no other stage is started by this package
+        return tuple(listed)
+    if bare(asked) in map(bare, listed):
+        return tuple(
+            replace(s, config=asked.config) if bare(s) == bare(asked) else s for s in listed
+        )
+    return (replace(asked, name=f"{asked.name}, as asked"), *listed)
 
 
 def _unfit(work: Workload, strategy: Strategy, cluster: Cluster) -> str:
     """How much the smallest way to run a strategy is too big."""
     candidate = Candidate(strategy=strategy, micro=1, checkpointing=True)
     memory = plan_memory(work, candidate, cluster)
-    need, room = memory.device.value / 2**30, memory.usable / 2**30
+    need, high, room = (
+        size / 2**30 for size in (memory.device.value, memory.device.high, memory.usable)
+    )
+    held = f"{room:.1f} that may be planned with"
+    if need <= room:
+        need, held = high, f"{memory.capacity / 2**30:.1f} there are at its worst"
     return (
-        f"a micro-batch of 1 with checkpointing takes {need:.1f} GiB of {room:.1f} that may be "
-        f"planned with; most of it {memory.bottleneck}"
+        f"a micro-batch of 1 with checkpointing takes {need:.1f} GiB of {held}; most of it "
+        f"{memory.bottleneck}"
     )

@@ -10,13 +10,17 @@ import difflib
 import re
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from recipes.runfile import read_yaml
+from recipes.runfile import describe, read_yaml
 
-GB = 1e9
+# Rates that any machine keeps within; beyond them a unit was mistaken.
+LEAST_RATE, MOST_RATE = 1e9, 1e18
+# Of a network that is named by its rate: slower ones train nothing, faster ones don't exist.
+LEAST_BITS, MOST_BITS = 1e8, 1e14
+Rate = Annotated[float, Field(ge=LEAST_RATE, le=MOST_RATE)]
 
 
 class Entry(BaseModel):
@@ -32,30 +36,33 @@ class Gpu(Entry):
     """One GPU. Rates are per second, dense (no sparsity), one direction."""
 
     aliases: tuple[str, ...] = ()  # as drivers name it, e.g. "NVIDIA A100-SXM4-80GB"
-    memory_gib: float = Field(gt=0)  # what the driver shows, GiB
-    flops_16bit: float = Field(gt=0)  # dense peak with fp32 accumulation
-    flops_32bit: float = Field(gt=0)  # dense peak of fp32 (TF32 off)
-    matmul_share: float = Field(gt=0, le=1)  # best measured matmul rate by the peak
+    memory_gib: float = Field(ge=0.1, le=1e5)  # what the driver shows, GiB
+    flops_16bit: Rate  # dense peak with fp32 accumulation
+    flops_32bit: Rate  # dense peak of fp32 (TF32 off)
+    matmul_share: float = Field(ge=0.01, le=1)  # best measured matmul rate by the peak
     # Of that rate, what a step of minutes sustains: GPUs that reach it only for moments, until
     # their power limit, are below 1.
-    sustained: float = Field(default=1.0, gt=0, le=1)
+    sustained: float = Field(default=1.0, ge=0.01, le=1)
     # Flash attention by matmul rate, relative to an A100's.
-    flash: float = Field(default=1.0, gt=0)
-    sms: int = Field(gt=0)  # multiprocessors (compute units), which share a product's tiles
-    memory_bytes_per_s: float = Field(gt=0)
+    flash: float = Field(default=1.0, ge=0.01, le=100)
+    sms: int = Field(
+        gt=0, le=100_000
+    )  # multiprocessors (compute units), which share a product's tiles
+    memory_bytes_per_s: Rate
     link: Literal["nvlink", "nvswitch", "xgmi", "pcie"]
-    link_bytes_per_s: float = Field(gt=0)  # all-reduce bus bandwidth within a node, large messages
+    link_bytes_per_s: Rate  # all-reduce bus bandwidth within a node, large messages
     # Other GPUs of a full node with which each has links of its own; 0: they share a switch.
-    peers: int = Field(default=0, ge=0)
+    peers: int = Field(default=0, ge=0, le=1000)
     bf16: bool = True
+    flash2: bool = True  # the flash-attn package runs on it (Ampere or newer)
 
 
 class Nic(Entry):
     """All of one node's network together."""
 
-    bits_per_s: float = Field(gt=0)
-    latency_s: float = Field(default=15e-6, gt=0)  # of one message between nodes
-    share: float = Field(default=0.85, gt=0, le=1)  # of the line rate that large messages get
+    bits_per_s: float = Field(ge=1e6, le=MOST_BITS)
+    latency_s: float = Field(default=15e-6, ge=1e-9, le=1)  # of one message between nodes
+    share: float = Field(default=0.85, ge=0.01, le=1)  # of the line rate that large messages get
 
 
 class Hardware:
@@ -79,12 +86,15 @@ class Hardware:
             if wanted == _plain(entry.name):
                 return entry
         rate = re.fullmatch(r"(\d+(?:\.\d+)?)(gbit|gbps|gb/s|mbit|tbit)", name.strip().lower())
-        if rate is None or float(rate[1]) <= 0:
+        if rate is None:
             raise ValueError(_unknown("--nic", name, self.nics) + ", or a rate such as 200gbit")
         unit = {"mbit": 1e6, "gbit": 1e9, "gbps": 1e9, "gb/s": 8e9, "tbit": 1e12}[rate[2]]
-        return Nic(
-            name=name, source=f"--nic {name}: the line rate", bits_per_s=float(rate[1]) * unit
-        )
+        bits = float(rate[1]) * unit
+        if not LEAST_BITS <= bits <= MOST_BITS:
+            raise ValueError(
+                f"--nic {name!r}: expected 0.1gbit to 100tbit, all of a node's network together"
+            )
+        return Nic(name=name, source=f"--nic {name}: the line rate", bits_per_s=bits)
 
 
 def _plain(name: str) -> str:
@@ -100,6 +110,8 @@ def _unknown(option: str, name: str, known: dict[str, Any]) -> str:
 def read_hardware(extra: str | Path | None = None) -> Hardware:
     """The shipped table with the entries of `extra` added or replaced.
 
+    A name that both know, be it an alias, is `extra`'s.
+
     Raises:
         ValueError: the file can't be read; every fault in it, at once.
     """
@@ -107,7 +119,8 @@ def read_hardware(extra: str | Path | None = None) -> Hardware:
     gpus, nics, faults = _entries(read_yaml(Path(str(shipped))), str(shipped))
     if extra is not None:
         more_gpus, more_nics, found = _entries(read_yaml(extra), str(extra))
-        gpus, nics, faults = gpus | more_gpus, nics | more_nics, faults + found
+        gpus, nics, faults = {**more_gpus, **gpus}, {**more_nics, **nics}, faults + found
+        gpus, nics = gpus | more_gpus, nics | more_nics  # replaced where they stand, in front
     if faults:
         raise ValueError("\n".join(faults))
     return Hardware(gpus, nics)
@@ -119,15 +132,32 @@ def _entries(tree: Any, where: str) -> tuple[dict[str, Gpu], dict[str, Nic], lis
     if not isinstance(tree, dict) or not set(tree) <= set(found):
         return {}, {}, [f"{where}: expected the sections gpus: and nics:"]
     for section, kind in (("gpus", Gpu), ("nics", Nic)):
-        for name, values in (tree.get(section) or {}).items():
+        entries = tree.get(section) or {}
+        if not isinstance(entries, dict):
+            faults.append(
+                f"{where}: {section}={entries!r:.80}: expected names with keys below them"
+            )
+            continue
+        for name, values in entries.items():
             if not isinstance(values, dict):
-                faults.append(f"{where}: {section}.{name}: expected keys and values")
+                faults.append(f"{where}: {section}.{name}={values!r:.80}: expected keys and values")
                 continue
             try:
-                found[section][str(name)] = kind.model_validate({"name": str(name)} | values)
+                found[section][str(name)] = kind.model_validate(values | {"name": str(name)})
             except ValidationError as error:
                 faults += [
-                    f"{where}: {section}.{name}.{'.'.join(map(str, fault['loc']))}: {fault['msg']}"
-                    for fault in error.errors()
+                    f"{where}: {section}.{name}.{describe(fault, kind)}" for fault in error.errors()
                 ]
-    return found["gpus"], found["nics"], faults
+    return found["gpus"], found["nics"], faults + _twice(found["gpus"], where)
+
+
+def _twice(gpus: dict[str, Gpu], where: str) -> list[str]:
+    """Names that two entries of one file claim."""
+    owner: dict[str, str] = {}
+    faults = []
+    for gpu in gpus.values():
+        for name in (gpu.name, *gpu.aliases):
+            first = owner.setdefault(_plain(name), gpu.name)
+            if first != gpu.name:
+                faults.append(f"{where}: gpus.{gpu.name}: {name} is {first} already; name it once")
+    return faults

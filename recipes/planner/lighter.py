@@ -66,9 +66,12 @@ def _strategies(work: Workload, candidate: Candidate) -> Iterator[Change]:
         other = with_(stage=1, bucket_elements=SMALL_BUCKET)
         yield "ZeRO-1", how, "one more all-gather an update", work, other
     if strategy.stage and strategy.bucket_elements > SMALL_BUCKET:
-        how = f"zero_optimization.reduce_bucket_size={SMALL_BUCKET}"
+        how = f'"reduce_bucket_size": {SMALL_BUCKET} in the DeepSpeed JSON'
         other = with_(bucket_elements=SMALL_BUCKET)
         yield "a smaller bucket", how, "more and smaller reductions", work, other
     if strategy.stage and strategy.overlap:
-        how, cost = "zero_optimization.overlap_comm=false", "reductions wait for backward"
+        how, cost = (
+            '"overlap_comm": false in the DeepSpeed JSON',
+            "reductions wait for backward",
+        )
         yield "one bucket, not two", how, cost, work, with_(overlap=False)

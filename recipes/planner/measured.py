@@ -8,16 +8,72 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from recipes.planner.hardware import Gpu, Hardware
-from recipes.planner.workload import Measured
+from recipes.planner.workload import Measured, Precision
+from recipes.runfile import describe
 
 # A bandwidth is taken from a message this large or the largest there is; one below it would tell
 # latency.
 LARGE_BYTES = 16 * 2**20
 SMALL_BYTES = 1024  # a latency comes from messages up to this size
 SUPPORTED_SCHEMA = 1
+# A clock above the data sheet's may exceed the peak by a little; more is a mistaken unit.
+ABOVE_PEAK = 1.05
+MOST_FAULTS = 10  # that are told of one file, which has a line for each rank
+PRECISIONS: dict[str, Precision] = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
+
+Bandwidth = Annotated[float, Field(ge=125e3, le=1e14)]  # 1 Mbit/s; beyond them nothing is trained
+
+
+class _Part(BaseModel):
+    """What is read of the file: strict in it, blind to all else."""
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+
+
+class _Rank(_Part):
+    flops: float = Field(ge=1e9, le=1e17)
+
+
+class _Matmul(_Part):
+    dtype: Literal["float32", "float16", "bfloat16"] = "bfloat16"
+    ranks: list[_Rank] = []
+
+
+class _Collective(_Part):
+    group: str
+    op: str
+    correct: bool
+    bytes: int = Field(ge=1)
+    seconds: float = Field(ge=1e-9, le=3600)
+    busbw_bytes_per_s: float = Field(ge=0, le=1e14)
+    ranks: list[int] = []
+
+    @model_validator(mode="after")
+    def _moves(self) -> _Collective:
+        if not self.busbw_bytes_per_s and len(self.ranks) != 1:  # one alone sends nothing
+            raise ValueError("busbw_bytes_per_s=0.0: expected greater than 0")
+        return self
+
+
+class _Between(_Part):
+    bytes_per_s: Bandwidth
+
+
+class _Network(_Part):
+    collectives: list[_Collective] = []
+    between: _Between | None = None
+
+
+class _Found(_Part):
+    device: str
+    hosts: list[str] = []
+    matmul: _Matmul | None = None
+    network: _Network | None = None
 
 
 def read_measured(path: str | Path, *, gpu: Gpu | None = None) -> Measured:
@@ -34,27 +90,34 @@ def read_measured(path: str | Path, *, gpu: Gpu | None = None) -> Measured:
     Raises:
         ValueError: it can't be read, was measured on another device, or holds nothing usable.
     """
-    found = _measured_part(path)
-    _check_device(str(found.get("device")), str(path), gpu)
-    hosts, network = found.get("hosts") or [], found.get("network") or {}
-    lines = network.get("collectives") or []
-    lines = [line for line in lines if line.get("op") == "all_reduce" and line.get("correct")]
-    whole = [line for line in lines if line.get("group") == "all"]
-    if len(set(hosts)) > 1:
-        inner, outer = [line for line in lines if line.get("group") == "node"], whole
+    found = _checked(_measured_part(path), str(path))
+    _check_device(found.device, str(path), gpu)
+    network, matmul = found.network or _Network(), found.matmul or _Matmul()
+    sums = [line for line in network.collectives if line.op == "all_reduce"]
+    lines = [line for line in sums if line.correct and len(line.ranks) != 1]
+    if sums and not any(line.correct for line in sums):
+        raise ValueError(
+            f"{path}: every all-reduce in it gave a wrong sum; mend the network or its library "
+            "(octet preflight tells which) before anything is planned on it"
+        )
+    whole = [line for line in lines if line.group == "all"]
+    if len(set(found.hosts)) > 1:
+        inner, outer = [line for line in lines if line.group == "node"], whole
     else:
         inner, outer = whole, []
-    ranks = (found.get("matmul") or {}).get("ranks") or []
+    # One link at a time is less than a node has where each GPU has a port of its own.
+    link = network.between.bytes_per_s if network.between is not None else None
     result = Measured(
         path=str(path),
-        matmul_flops=min((float(rank["flops"]) for rank in ranks), default=None),
-        matmul_dtype=(found.get("matmul") or {}).get("dtype", "bf16"),
+        matmul_flops=min((rank.flops for rank in matmul.ranks), default=None),
+        matmul_dtype=PRECISIONS[matmul.dtype],
         within_bytes_per_s=_bandwidth(inner),
         within_latency_s=_latency(inner),
-        # One link at a time is less than a node has where each GPU has a port of its own.
-        between_bytes_per_s=_bandwidth(outer) or (network.get("between") or {}).get("bytes_per_s"),
+        between_bytes_per_s=_bandwidth(outer) or link,
         between_latency_s=_latency(outer),
+        wrong_sums=sum(not line.correct for line in sums),
     )
+    _check_peak(result, gpu)
     if len(missing(result)) == len(_PARTS):
         raise ValueError(
             f"{path} holds no rate that a plan can use: no matrix products and no all-reduce of "
@@ -62,6 +125,17 @@ def read_measured(path: str | Path, *, gpu: Gpu | None = None) -> Measured:
             "GPUs"
         )
     return result
+
+
+def _checked(tree: dict[str, Any], path: str) -> _Found:
+    """The part that is read (ValueError: every fault in it with its place)."""
+    try:
+        return _Found.model_validate(tree)
+    except ValidationError as error:
+        told = [f"{path}: {describe(fault, _Found)}" for fault in error.errors()]
+        more = len(told) - MOST_FAULTS
+        rest = [f"{path}: and {more} more; run octet preflight again"] if more > 0 else []
+        raise ValueError("\n".join(told[:MOST_FAULTS] + rest)) from error
 
 
 def _check_device(device: str, path: str, gpu: Gpu | None) -> None:
@@ -78,6 +152,18 @@ def _check_device(device: str, path: str, gpu: Gpu | None) -> None:
             f"{path} was measured on {device}, planned is {gpu.name if gpu else ''}; name with "
             "--gpu what was measured, or leave --measured out"
         ) from error
+
+
+def _check_peak(measured: Measured, gpu: Gpu | None) -> None:
+    if gpu is None or measured.matmul_flops is None:
+        return
+    peak = gpu.flops_32bit if measured.matmul_dtype == "fp32" else gpu.flops_16bit
+    if measured.matmul_flops > ABOVE_PEAK * peak:
+        raise ValueError(
+            f"{measured.path}: matmul: the slowest rank's {measured.matmul_flops:.3g} FLOP/s in "
+            f"{measured.matmul_dtype} are above {gpu.name}'s peak of {peak:.3g}; was another GPU "
+            "measured? Run octet preflight again, or leave --measured out"
+        )
 
 
 # What the table gives where the preflight did not measure it, with what to do about it.
@@ -116,17 +202,15 @@ def _measured_part(path: str | Path) -> dict[str, Any]:
     return tree
 
 
-def _bandwidth(lines: Iterable[dict[str, Any]]) -> float | None:
+def _bandwidth(lines: Iterable[_Collective]) -> float | None:
     """Bus bandwidth of the largest message; of several groups the slowest. None without any."""
-    large = [line for line in lines if line["bytes"] >= LARGE_BYTES]
-    largest = max((line["bytes"] for line in large), default=0)
-    return min(
-        (float(x["busbw_bytes_per_s"]) for x in large if x["bytes"] == largest), default=None
-    )
+    large = [line for line in lines if line.bytes >= LARGE_BYTES]
+    largest = max((line.bytes for line in large), default=0)
+    return min((x.busbw_bytes_per_s for x in large if x.bytes == largest), default=None)
 
 
-def _latency(lines: Iterable[dict[str, Any]]) -> float | None:
+def _latency(lines: Iterable[_Collective]) -> float | None:
     """Seconds of the smallest message; of several groups the slowest. None without any."""
-    small = [line for line in lines if line["bytes"] <= SMALL_BYTES]
-    smallest = min((line["bytes"] for line in small), default=0)
-    return max((float(x["seconds"]) for x in small if x["bytes"] == smallest), default=None)
+    small = [line for line in lines if line.bytes <= SMALL_BYTES]
+    smallest = min((line.bytes for line in small), default=0)
+    return max((x.seconds for x in small if x.bytes == smallest), default=None)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
 from recipes.config import Batch, Evaluate
+from recipes.objective import divisors
 from recipes.planner.choose import SAME, TRIED
 from recipes.planner.memory import largest_micro, plan_memory
 from recipes.planner.predict import predict
@@ -13,10 +15,22 @@ from recipes.planner.workload import Candidate, Cluster, Workload
 
 
 def legal_micros(batch: Batch, world: int, evaluate: Evaluate | None = None) -> list[int]:
-    """Micro-batches that divide a rank's share of the window and of the evaluation, ascending."""
+    """Micro-batches that divide a rank's share of the window and of the evaluation, ascending.
+
+    Raises:
+        ValueError: the ranks can't share the evaluation at any micro-batch.
+    """
     share = batch.global_sequences // world
-    held_out = evaluate.sequences // world if evaluate is not None else share
-    return [n for n in range(1, min(share, held_out) + 1) if not share % n and not held_out % n]
+    if evaluate is None:
+        return divisors(share)
+    if evaluate.sequences % world:
+        below = evaluate.sequences // world * world
+        nearest = [str(n) for n in (below, below + world) if n]
+        raise ValueError(
+            f"evaluate.sequences={evaluate.sequences} can't be shared by {world} ranks equally; "
+            f"nearest: {' or '.join(nearest)}"
+        )
+    return divisors(math.gcd(share, evaluate.sequences // world))
 
 
 def largest_of(legal: Sequence[int], most: int) -> int:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from recipes.config import Batch, Checkpoint, Schedule
+from recipes.metrics import human_seconds
 from recipes.objective import run_length
 from recipes.planner.figure import Figure, exact, total
 
@@ -14,7 +15,17 @@ DAY = 24 * HOUR
 # Llama 3 405B: 419 unexpected interruptions in 54 days on 16,384 H100 ("The Llama 3 Herd of
 # Models", arXiv 2407.21783, section 3.3.4, table 5): one in 50,700 hours of a GPU.
 PUBLISHED_MTBF_HOURS = 54 * 24 * 16384 / 419
-MTBF_BASIS = "Llama 3 405B: 419 unexpected interruptions in 54 days on 16,384 H100"
+PUBLISHED_MTBF = Figure(
+    value=PUBLISHED_MTBF_HOURS,
+    low=PUBLISHED_MTBF_HOURS,
+    high=PUBLISHED_MTBF_HOURS,
+    unit="h",
+    source="table",
+    basis="Llama 3 405B: 419 unexpected interruptions in 54 days on 16,384 H100",
+)
+# A run that loses more than this share of its time to failures does not come to its end: per cent.
+HOPELESS = 90.0
+MOST_EXPONENT = 700.0  # above which e to it is no float
 # From GPU to page-locked host memory, per GPU while all of a node copy: PCIe 4.0 x16 carries 32
 # GB/s on paper, memory that could not be page-locked takes some 3 GB/s.
 HOST_COPY = Figure(
@@ -123,7 +134,7 @@ def cost(
     hours = seconds.times(world / HOUR, "GPU-hours", "hours x GPUs")
     price = None
     if price_per_gpu_hour is not None:
-        price = hours.times(price_per_gpu_hour, "of --price", "GPU-hours x --price")
+        price = hours.times(price_per_gpu_hour, "currency of --price", "GPU-hours x --price")
     return Cost(
         updates=length.updates,
         tokens=tokens,
@@ -167,6 +178,13 @@ def saving(checkpoint_bytes: float, world: int, policy: Checkpoint) -> Save:
     )
 
 
+def failures(gpu_hours: Figure, mtbf: Figure) -> Figure:
+    """Failures that a run of so many GPU-hours must expect; `mtbf`: hours of one GPU."""
+    source = total([gpu_hours, mtbf], "", "").source
+    expected = gpu_hours.times(1 / mtbf.value, "failures", f"GPU-hours / MTBF ({mtbf.basis})")
+    return replace(expected, source=source)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Interval:
     """A time between two saves, and the share of the run that saves and failures then take.
@@ -180,6 +198,11 @@ class Interval:
     seconds: Figure
     updates: int
     loss: Figure
+
+    @property
+    def progresses(self) -> bool:
+        """Whether the run comes to its end in spite of its failures."""
+        return self.loss.value < HOPELESS
 
 
 def best_interval(save_s: float, mtbf_s: float) -> float:
@@ -197,39 +220,43 @@ def best_interval(save_s: float, mtbf_s: float) -> float:
 def lost_share(
     interval_s: float, mtbf_s: float, stall: float, written: float, again: float
 ) -> float:
-    """Share of the time that saves and failures take, to first order in 1/M.
+    """Share of the time that saves and failures take, 0 to 1.
 
-    δ/τ for the saves; at every failure half an interval and what was not yet written, and the
-    restart: (τ/2 + w + R)/M.
+    Daly 2006: an interval τ of work takes M·e^((w+R)/M)·(e^((τ+δ)/M) - 1) with failures that come
+    at random, each of which costs the restart R and what was not yet written, w. For rare failures
+    that is δ/τ + (τ/2 + w + R)/M.
     """
-    return stall / interval_s + (interval_s / 2 + written + again) / mtbf_s
+    restart, work = (written + again) / mtbf_s, (interval_s + stall) / mtbf_s
+    if restart + work > MOST_EXPONENT:
+        return 1.0
+    return 1.0 - interval_s / (mtbf_s * math.exp(restart) * math.expm1(work))
 
 
-def checkpoint_interval(
-    save: Save, mtbf_hours: float, world: int, update: Figure, mtbf_basis: str = MTBF_BASIS
-) -> Interval:
-    """The interval that costs least; `mtbf_hours` is of one GPU, the first failure stops all."""
-    mtbf = mtbf_hours * HOUR / world
-    basis = f"Daly 2006 from the stall of a save and a failure every {mtbf / HOUR:,.0f} h"
+def checkpoint_interval(save: Save, mtbf: Figure, world: int, update: Figure) -> Interval:
+    """The whole updates that cost least; `mtbf` is of one GPU, the first failure stops all."""
+    between = mtbf.value * HOUR / world
+
+    def whole(stall: float) -> float:
+        """Seconds of the nearest whole number of updates."""
+        return max(1, round(best_interval(stall, between) / update.value)) * update.value
+
     seconds = Figure(
-        value=best_interval(save.stall.value, mtbf),
-        low=best_interval(save.stall.low, mtbf),
-        high=best_interval(save.stall.high, mtbf),
+        value=whole(save.stall.value),
+        low=whole(save.stall.low),
+        high=whole(save.stall.high),
         unit="s",
         source="assumed",
-        basis=f"{basis} ({mtbf_basis})",
+        basis=f"Daly 2006: a save's stall, a failure every {human_seconds(between)} ({mtbf.basis})",
     )
-    return interval_of(seconds, save, mtbf_hours, world, update)
+    return interval_of(seconds, save, mtbf, world, update)
 
 
-def interval_of(
-    seconds: Figure, save: Save, mtbf_hours: float, world: int, update: Figure
-) -> Interval:
+def interval_of(seconds: Figure, save: Save, mtbf: Figure, world: int, update: Figure) -> Interval:
     """An interval that was chosen, with its loss."""
-    mtbf = mtbf_hours * HOUR / world
+    between = mtbf.value * HOUR / world
     at = seconds.value
     low, value, high = (
-        100 * lost_share(at, mtbf, stall, written, again)
+        100 * lost_share(at, between, stall, written, again)
         for stall, written, again in (
             (save.stall.low, save.written.low, save.restart.low),
             (save.stall.value, save.written.value, save.restart.value),
@@ -245,13 +272,16 @@ def interval_of(
             high=high,
             unit="%",
             source="assumed",
-            basis="saves, half an interval done twice, restarts; over the mean time to a failure",
+            basis="Daly 2006: saves, work done twice and restarts, of all time",
         ),
     )
 
 
 def policy_interval(policy: Checkpoint, update: Figure) -> Figure:
-    """The time between two saves of a run file: whichever of its two comes first."""
+    """The time between two saves of a run file: whichever of its two comes first.
+
+    A save waits for the end of an update, so none is shorter than one.
+    """
     by_updates = None
     if policy.every_updates is not None:
         basis = f"checkpoint.every_updates={policy.every_updates}"
@@ -261,6 +291,8 @@ def policy_interval(policy: Checkpoint, update: Figure) -> Figure:
         return by_updates
     basis = f"checkpoint.every_minutes={policy.every_minutes:g}"
     by_minutes = exact(policy.every_minutes * 60, "s", basis)
+    if by_minutes.value < update.value:
+        return update.times(1, "s", f"{basis}, so after every update")
     if by_updates is None or by_minutes.value < by_updates.value:
         return by_minutes
     return by_updates

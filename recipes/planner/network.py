@@ -30,7 +30,7 @@ HOST_S = 30e-6
 SLOW_LATENCY = 2.5
 # How far rates may be off either way: bus bandwidths published for the same GPUs lie this close;
 # of a network assumed, 0.72 to 0.98 of the line rate where the table has a share of 0.85.
-LINK_BAND, NETWORK_BAND = 0.06, 0.15
+LINK_BAND, NETWORK_BAND = 0.08, 0.15
 # PCIe boxes differ by switches and sockets more than that (assumed).
 PCIE_LINK_BAND = 0.4
 # NVLink SHARP helps all-reduces only: 480 GB/s on eight H100s against 370 for gathers and scatters

@@ -10,7 +10,7 @@ from recipes.planner import network, traffic
 from recipes.planner.compute import MicroTime, micro_step, optimizer_seconds
 from recipes.planner.figure import Figure, exact, total
 from recipes.planner.memory import MemoryPlan, plan_memory
-from recipes.planner.trace import Traced
+from recipes.planner.traced import Traced
 from recipes.planner.traffic import Transfer
 from recipes.planner.workload import Candidate, Cluster, Workload
 

@@ -9,7 +9,7 @@ from statistics import median
 from recipes.planner.choose import micros
 from recipes.planner.memory import largest_micro
 from recipes.planner.predict import Prediction, communication_share, predict
-from recipes.planner.trace import Traced
+from recipes.planner.traced import Traced
 from recipes.planner.workload import Candidate, Cluster, Workload
 
 # Exposed communication above this share is worth a remedy.
@@ -26,7 +26,7 @@ class Point:
         weak: sequences per GPU as at the first size; strong: the global batch as at the first.
             None where it can't be divided.
         efficiency_weak, efficiency_strong: tokens/s per GPU by the first point's, 0 where None.
-        note: what to change here; empty while nothing is.
+        note: what to change here; empty where nothing is to change.
     """
 
     world: int
@@ -45,30 +45,60 @@ def scale(
     worlds: Sequence[int],
     *,
     traced: Traced | None = None,
+    lanes: int = 0,
 ) -> tuple[Point, ...]:
-    """Predict `candidate` at each of `worlds`, all of whole nodes; the first is the measure."""
-    first = _at(cluster, worlds[0])
-    base = _strong(work, candidate, first, traced)
-    assert base is not None, "the first size is one that the batch divides by"
-    per_gpu = base.tokens_per_s.value / worlds[0]
+    """Predict `candidate` at each of `worlds`, all of whole nodes or parts of one.
+
+    The measure of efficiency is the first of them that the global batch divides by.
+
+    Args:
+        lanes: `data.lanes` by its readers per rank, which the ranks must share; 0: not known.
+    """
+    there = {world: _at(cluster, world) for world in worlds}
+    strong = {world: _strong(work, candidate, there[world], traced) for world in worlds}
+    first = next((world for world in worlds if strong[world] is not None), None)
+    if first is None:
+        return tuple(_point(world, there[world], None, None, 0.0, "", lanes) for world in worlds)
+    base = strong[first]
+    assert base is not None
+    per_gpu = base.tokens_per_s.value / first
+    share = work.global_sequences // base.candidate.data_ranks(first)
     points = []
     for world in worlds:
-        there = _at(cluster, world)
-        grown = replace(work, global_sequences=work.global_sequences * world // worlds[0])
-        weak = predict(grown, candidate, there, traced=traced)
-        strong = _strong(work, candidate, there, traced)
-        points.append(
-            Point(
-                world=world,
-                nodes=there.nodes,
-                weak=weak,
-                strong=strong,
-                efficiency_weak=weak.tokens_per_s.value / world / per_gpu,
-                efficiency_strong=strong.tokens_per_s.value / world / per_gpu if strong else 0.0,
-                note=_note(grown, candidate, weak, strong, there, traced),
-            )
-        )
+        ranks = base.candidate.data_ranks(world)
+        weak = None
+        if ranks:
+            grown = replace(work, global_sequences=share * ranks)
+            weak = predict(grown, base.candidate, there[world], traced=traced)
+        note = ""
+        if strong[world] is not None and weak is not None and world != cluster.world:
+            note = _note(grown, candidate, weak, strong[world], there[world], traced)
+        points.append(_point(world, there[world], weak, strong[world], per_gpu, note, lanes))
     return tuple(points)
+
+
+def _point(
+    world: int,
+    cluster: Cluster,
+    weak: Prediction | None,
+    strong: Prediction | None,
+    per_gpu: float,
+    note: str,
+    lanes: int,
+) -> Point:
+    if strong is None:
+        note = "the global batch can't be divided: raise batch.global_sequences"
+    elif lanes and lanes % world:
+        note = f"{world:,} ranks can't share the lanes: raise data.lanes to a multiple"
+    return Point(
+        world=world,
+        nodes=cluster.nodes,
+        weak=weak,
+        strong=strong,
+        efficiency_weak=weak.tokens_per_s.value / world / per_gpu if weak else 0.0,
+        efficiency_strong=strong.tokens_per_s.value / world / per_gpu if strong else 0.0,
+        note=note,
+    )
 
 
 def _at(cluster: Cluster, world: int) -> Cluster:
@@ -96,20 +126,17 @@ def _note(
     traced: Traced | None,
 ) -> str:
     """What to change at this size; `work` is the weak point's."""
-    if strong is None:
-        return (
-            f"the global batch can't be divided among {cluster.world} GPUs: raise "
-            "batch.global_sequences"
-        )
+    assert strong is not None
     if strong.candidate.micro < candidate.micro and strong.accumulation == 1:
         left = strong.candidate.micro
         plural = "s" if left > 1 else ""
         return f"only {left} sequence{plural} left per GPU: raise the global batch"
+    if not weak.memory.fits:
+        return "does not fit"
     if communication_share(strong).value > COSTLY and weak.accumulation > 1:
         return "the network shows: raise accumulation (a larger global batch) or less traffic"
-    if not weak.memory.fits:
-        return "does not fit here"
-    room = largest_micro(work, candidate, cluster, traced=traced)
+    share = weak.accumulation * weak.candidate.micro
+    room = min(largest_micro(work, candidate, cluster, traced=traced), share)
     if room >= 2 * candidate.micro:
         return f"states shrink: micro-batches up to {room} fit"
     return ""

@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from recipes.planner.activations import head_bytes, layer_bytes
-from recipes.planner.shape import FAMILIES, Shape, shape_of
+from recipes.planner.families import FAMILIES, shape_of
+from recipes.planner.shape import Shape
 from recipes.planner.workload import Candidate, Precision, Strategy, Workload
 
 

@@ -71,6 +71,7 @@ class Measured:
     within_latency_s: float | None = None
     between_bytes_per_s: float | None = None  # of a node's network, one way
     between_latency_s: float | None = None
+    wrong_sums: int = 0  # all-reduces that were not taken since their result was wrong
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +88,9 @@ class Strategy:
         bucket_elements: DeepSpeed's reduce_bucket_size; DDP's bucket in fp32 elements.
         overlap: reduce while the last micro-batch's backward goes on (DDP always does).
         less_traffic: DeepSpeed's use_multi_rank_bucket_allreduce=false.
-        bucket_view: DDP's gradient_as_bucket_view.
+        bucket_view: DDP's gradient_as_bucket_view, with gradients zeroed where they lie, as this
+            recipe does. Set to None (`zero_grad`'s default) they are made anew beside the buckets
+            while micro-batches accumulate, as without it: False.
         compress: DDP's 16-bit communication hook.
         gradients32: 16-bit gradients are accumulated in fp32 (Megatron's with bf16; DeepSpeed's
             data_types.grad_accum_dtype).

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -22,23 +24,22 @@ def plan(words: list[str]) -> int:
     args = _parser().parse_intermixed_args(words)
     if args.ledger is not None:
         return _ledger(args)
-    if not args.run:
-        raise ValueError("name a run file, e.g. recipes/runs/gpt2_xl.yaml; overrides come after it")
-    from recipes.planner.answer import answer
-    from recipes.planner.question import read
-    from recipes.planner.text import show
-    from recipes.planner.wanted import Wanted
+    from recipes.advice.answer import answer
+    from recipes.advice.question import read
+    from recipes.advice.text import show
+    from recipes.advice.wanted import Wanted
 
     given = {field.name: getattr(args, field.name) for field in fields(Wanted)}
     wanted = Wanted(**(given | {"overrides": tuple(args.overrides)}))
     result = answer(read(wanted))
-    show(result, sys.stdout)
+    told = _told(lambda: show(result, sys.stdout))
     if wanted.json:
         _write(wanted.json, "--json", json.dumps(result, indent=1, allow_nan=False) + "\n")
     if wanted.html:
-        from recipes.planner.page import page
+        from recipes.advice.page import page
 
         _write(wanted.html, "--html", page(result))
+    _end(told)
     return 0
 
 
@@ -78,22 +79,48 @@ def _parser() -> Any:
 
 def _ledger(args: Any) -> int:
     """What finished runs say about their plans."""
-    from recipes.planner.ledger import ledger, ledger_text
-    from recipes.planner.wanted import Wanted
+    from recipes.advice.ledger import ledger, ledger_text
+    from recipes.advice.wanted import Wanted, file_faults
 
     idle = [
         f"--{field.name.replace('_', '-')}"
         for field in fields(Wanted)
-        if field.name not in ("json", "run", "overrides") and getattr(args, field.name)
+        if field.name not in ("json", "run", "overrides")
+        and getattr(args, field.name) is not field.default  # 0 and an empty text are given too
     ]
     idle += [word for word in (args.run, *args.overrides) if word]
+    faults = file_faults(Wanted(run="", json=args.json))
     if idle:
-        raise ValueError(f"{' '.join(idle)} has no effect with --ledger; leave it out")
-    result = ledger(args.ledger)
-    sys.stdout.write(ledger_text(result).rstrip("\n") + "\n")
+        faults.append(f"{' '.join(idle)} has no effect with --ledger; leave it out")
+    result: dict[str, Any] = {}
+    try:
+        result = ledger(args.ledger)
+    except ValueError as error:
+        faults.append(str(error))
+    if faults:
+        raise ValueError("\n".join(faults))
+    told = _told(lambda: sys.stdout.write(ledger_text(result).rstrip("\n") + "\n"))
     if args.json:
         _write(args.json, "--json", json.dumps(result, indent=1) + "\n")
+    _end(told)
     return 0
+
+
+def _told(write: Callable[[], Any]) -> OSError | None:
+    """Write to the standard output; what went wrong with it, after which it is a sink."""
+    try:
+        write()
+        sys.stdout.flush()
+    except OSError as error:  # a full disk, or a reader such as `head` that has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return error
+    return None
+
+
+def _end(told: OSError | None) -> None:
+    """Tell what went wrong with the standard output, once the files are written."""
+    if told is not None and not isinstance(told, BrokenPipeError):
+        raise ValueError(f"the standard output can't be written: {told.strerror}") from told
 
 
 def _write(path: str, option: str, text: str) -> None:

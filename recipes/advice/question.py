@@ -4,21 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Literal, TypeVar
 
-from recipes.cluster.hostfile import read_hostfile
+from recipes.advice.arm_file import read_arm_file
+from recipes.advice.machines import gpu_of, machines_of, nic_of
+from recipes.advice.wanted import Wanted, file_faults, length_faults, option_faults, worlds_of
 from recipes.config import Batch, Run
 from recipes.objective import legal_worlds
-from recipes.planner.arm_file import read_arm_file
-from recipes.planner.hardware import Gpu, Hardware, Nic, read_hardware
+from recipes.planner.families import read_shape
+from recipes.planner.hardware import Gpu, Nic, read_hardware
 from recipes.planner.measured import missing, read_measured
 from recipes.planner.micro import largest_of, legal_micros, planned_micro
-from recipes.planner.shape import Shape, read_shape
+from recipes.planner.shape import Shape
 from recipes.planner.strategies import data_parallel
 from recipes.planner.traced import Traced
-from recipes.planner.wanted import HOSTFILE, Wanted, length_faults, option_faults, worlds_of
 from recipes.planner.workload import Candidate, Cluster, Measured, Precision, Strategy, Workload
 from recipes.runfile import load_run
+
+NO_RUN = "name a run file, e.g. recipes/runs/gpt2_xl.yaml; overrides come after it"
+MOST_SHOWN = 12  # micro-batches that a note lists
 
 T = TypeVar("T")
 
@@ -73,34 +77,81 @@ def read(wanted: Wanted) -> Question:
         ValueError: all faults of options, files, hardware and batch together.
     """
     faults = _Faults()
-    faults.add(*option_faults(wanted))
+    faults.add(*option_faults(wanted), *file_faults(wanted))
+    run = _run(wanted, faults)
+    machines = faults.attempt(lambda: machines_of(wanted))
+    gpu, nic, measured = _hardware(wanted, machines[0] if machines else None, faults)
+    shape = faults.attempt(lambda: _shape(run, wanted)) if run else None
+    world, legal = machines[0] * machines[1] if machines else None, None
+    if run and world:
+        faults.add(*_batch_faults(run, world))
+        legal = faults.attempt(lambda: legal_micros(run.batch, world, run.evaluate))
+    worlds = None
+    if machines:
+        network = machines[0] > 1 or nic is not None or wanted.nic is not None
+        worlds = faults.attempt(lambda: worlds_of(wanted, *machines, network, run))
+    arm = faults.attempt(lambda: _arm(wanted, run, shape, world)) if run else None
+    if arm and run and gpu:
+        faults.add(*_device_faults(wanted, run, gpu, arm[1]))
+    faults.end()
+    assert run and machines and gpu and arm and legal and worlds is not None
+    nodes, gpus = machines
+    cluster = Cluster(gpu=gpu, nodes=nodes, gpus=gpus, nic=nic, measured=measured)
+    return _settle(wanted, run, shape, cluster, arm, worlds, legal)
+
+
+def _run(wanted: Wanted, faults: _Faults) -> Run | None:
+    if not wanted.run:
+        faults.add(NO_RUN)
+        return None
     run = faults.attempt(lambda: load_run(wanted.run, list(wanted.overrides)))
-    nodes_gpus = faults.attempt(lambda: _machines(wanted))
-    hardware = faults.attempt(lambda: read_hardware(wanted.hardware))
-    gpu = faults.attempt(lambda: _gpu(wanted, hardware)) if hardware else None
-    measured = None
-    if wanted.measured is not None:
+    if run is not None:
+        faults.add(*length_faults(run, wanted))
+    return run
+
+
+def _hardware(
+    wanted: Wanted, nodes: int | None, faults: _Faults
+) -> tuple[Gpu | None, Nic | None, Measured | None]:
+    """GPU and network from the table, or as they were measured."""
+    hardware = faults.attempt(lambda: read_hardware(wanted.hardware or None))
+    gpu = faults.attempt(lambda: gpu_of(wanted, hardware)) if hardware else None
+    measured, nic = None, None
+    if wanted.measured:
         path = wanted.measured
         measured = faults.attempt(lambda: read_measured(path, gpu=gpu))
-    nic = None
-    if hardware and nodes_gpus and (measured is not None or not wanted.measured):
-        nic = faults.attempt(lambda: _nic(wanted, hardware, nodes_gpus, measured))
-    shape = faults.attempt(lambda: read_shape(run.model)) if run and not wanted.trace else None
-    if run and nodes_gpus:
-        faults.add(*_batch_faults(run, nodes_gpus[0] * nodes_gpus[1]))
-        faults.add(*length_faults(run, wanted))
-    worlds = None
-    if nodes_gpus:
-        worlds = faults.attempt(lambda: worlds_of(wanted, *nodes_gpus, nic is not None, run))
-    arm = faults.attempt(lambda: _arm(wanted, run, shape)) if run else None
-    if arm and gpu and arm[1] == "bf16" and not gpu.bf16:
+    if hardware:
+        nic = faults.attempt(lambda: nic_of(wanted, hardware, nodes, measured))
+    return gpu, nic, measured
+
+
+def _shape(run: Run, wanted: Wanted) -> Shape | None:
+    """The model's shape; None where only a trace will tell it."""
+    if not wanted.trace:
+        return read_shape(run.model)
+    from recipes.planner.tracing import check
+
+    return check(run.model, _attention(run))
+
+
+def _attention(run: Run) -> Literal["flash", "eager"]:
+    return "eager" if run.model.attention == "eager" else "flash"
+
+
+def _device_faults(wanted: Wanted, run: Run, gpu: Gpu, precision: Precision) -> list[str]:
+    """What the GPU can't compute."""
+    faults = []
+    if precision == "bf16" and not gpu.bf16:
         where = f"--config {wanted.config}" if wanted.config else "--precision bf16"
-        faults.add(f"{where}: {gpu.name} has no bf16; use fp16")
-    faults.end()
-    assert run and nodes_gpus and gpu and arm and worlds is not None
-    nodes, gpus = nodes_gpus
-    cluster = Cluster(gpu=gpu, nodes=nodes, gpus=gpus, nic=nic, measured=measured)
-    return _settle(wanted, run, shape, cluster, arm, worlds)
+        faults.append(f"{where}: {gpu.name} has no bf16; use fp16")
+    if run.model.attention == "flash_attention_2" and not gpu.flash2:
+        faults.append(
+            f"model.attention=flash_attention_2 does not run on {gpu.name}, it needs Ampere or "
+            "newer; use sdpa"
+        )
+    if run.model.attention == "flash_attention_2" and precision == "fp32":
+        faults.append("model.attention=flash_attention_2 has no fp32; use sdpa")
+    return faults
 
 
 def _settle(
@@ -110,27 +161,24 @@ def _settle(
     cluster: Cluster,
     arm: tuple[Strategy, Precision, list[str]],
     worlds: tuple[int, ...],
+    legal: list[int],
 ) -> Question:
     """The parts that need all the others: the trace, which takes seconds, and the micro-batch."""
     strategy, precision, notes = arm
     traced = None
-    if shape is None:  # --trace: any architecture, so the shape comes from the model too
-        from recipes.planner.trace import trace
+    if wanted.trace:  # any architecture, so the shape comes from the model too
+        from recipes.planner.tracing import trace
 
-        eager = run.model.attention == "eager"
-        traced = trace(
-            run.model,
-            precision,
-            strategy.autocast,
-            "eager" if eager else "flash",
-            run.batch.seq_len,
-        )
+        kind, seq_len = _attention(run), run.batch.seq_len
+        traced = trace(run.model, precision, strategy.autocast, kind, seq_len)
         shape = traced.shape
+    assert shape is not None
     work = workload(run, shape, precision)
-    asked, more = _asked(run, work, strategy, cluster)
+    asked, more = _asked(run, work, strategy, cluster, legal)
+    if run.model.attention == "flex_attention":
+        more.append("model.attention=flex_attention is planned as if it were flash attention")
     if cluster.measured is not None:
-        table = "not measured, taken from the table"
-        more += [f"{cluster.measured.path}: {table}: {text}" for text in missing(cluster.measured)]
+        more += _measured_notes(cluster.measured)
     return Question(
         wanted=wanted,
         run=run,
@@ -141,6 +189,17 @@ def _settle(
         worlds=worlds,
         notes=(*notes, *more),
     )
+
+
+def _measured_notes(measured: Measured) -> list[str]:
+    table = "not measured, taken from the table"
+    found = [f"{measured.path}: {table}: {text}" for text in missing(measured)]
+    if measured.wrong_sums:
+        found.append(
+            f"{measured.path}: all-reduces with a wrong sum are left out, {measured.wrong_sums} of "
+            "them; see what octet preflight says of it"
+        )
+    return found
 
 
 def workload(run: Run, shape: Shape, precision: Precision) -> Workload:
@@ -159,79 +218,30 @@ def workload(run: Run, shape: Shape, precision: Precision) -> Workload:
 
 
 def _asked(
-    run: Run, work: Workload, strategy: Strategy, cluster: Cluster
+    run: Run, work: Workload, strategy: Strategy, cluster: Cluster, legal: list[int]
 ) -> tuple[Candidate, list[str]]:
     """The run file's own settings; a micro-batch that does not divide its share is lowered."""
     candidate = Candidate(
         strategy=strategy,
         micro=1,
         checkpointing=run.model.gradient_checkpointing,
-        attention="eager" if run.model.attention == "eager" else "flash",
+        attention=_attention(run),
     )
-    legal = legal_micros(run.batch, cluster.world, run.evaluate)
     given = run.batch.micro
     if given == "auto":
         micro, _ = planned_micro(work, candidate, cluster, legal, timed=True)
         return replace(candidate, micro=micro), []
     micro, notes = largest_of(legal, given), []
     if micro != given:
+        shown = legal[-MOST_SHOWN:]
+        few = f"{' '.join(map(str, shown))}" if shown == legal else f"… {' '.join(map(str, shown))}"
         notes.append(
             f"batch.micro={given} can't be used on {cluster.world} GPUs: a rank's share of an "
             f"update is {work.global_sequences // cluster.world} sequences"
             f"{', and evaluate.sequences must divide too' if run.evaluate else ''}; planned with "
-            f"{micro}, of {' '.join(map(str, legal))}"
+            f"{micro}, of {few}"
         )
     return replace(candidate, micro=micro), notes
-
-
-def _machines(wanted: Wanted) -> tuple[int, int]:
-    """Nodes and GPUs on each."""
-    if wanted.nodes is not None or wanted.gpus is not None:
-        if wanted.hostfile is not None:
-            raise ValueError(
-                f"--hostfile {wanted.hostfile} has no effect with --nodes and --gpus; leave one out"
-            )
-        if wanted.gpus is None:
-            raise ValueError(f"--nodes {wanted.nodes} needs --gpus N, the GPUs of each")
-        return max(wanted.nodes or 1, 1), max(wanted.gpus, 1)
-    hosts = read_hostfile(wanted.hostfile or HOSTFILE)
-    counts = {host.slots for host in hosts}
-    if len(counts) > 1:
-        raise ValueError(
-            f"hostfile {wanted.hostfile or HOSTFILE} has nodes of {sorted(counts)} GPUs; the plan "
-            "knows equal nodes: leave some out, or ask with --nodes N --gpus N"
-        )
-    return len(hosts), counts.pop()
-
-
-def _gpu(wanted: Wanted, hardware: Hardware) -> Gpu:
-    if wanted.gpu is None:
-        raise ValueError(
-            f"name the GPU: --gpu NAME, one of {', '.join(hardware.gpus)}; describe another "
-            "in a file for --hardware (docs/planning.md)"
-        )
-    return hardware.gpu(wanted.gpu)
-
-
-def _nic(
-    wanted: Wanted, hardware: Hardware, nodes_gpus: tuple[int, int], measured: Measured | None
-) -> Nic | None:
-    """The nodes' network; a measured one needs no name."""
-    if wanted.nic is not None:
-        return hardware.nic(wanted.nic)
-    if measured is not None and measured.between_bytes_per_s is not None:
-        return Nic(
-            name="measured",
-            source=f"{measured.path}: measured between nodes",
-            bits_per_s=8 * measured.between_bytes_per_s,
-            share=1.0,
-        )
-    if nodes_gpus[0] > 1:
-        raise ValueError(
-            f"name the network between the {nodes_gpus[0]} nodes: --nic 200gbit (all of a node's "
-            f"cards together) or one of {', '.join(hardware.nics)}; or --measured preflight.json"
-        )
-    return None
 
 
 def _batch_faults(run: Run, world: int) -> list[str]:
@@ -248,8 +258,10 @@ def _batch_faults(run: Run, world: int) -> list[str]:
     ]
 
 
-def _arm(wanted: Wanted, run: Run, shape: Shape | None) -> tuple[Strategy, Precision, list[str]]:
+def _arm(
+    wanted: Wanted, run: Run, shape: Shape | None, world: int | None
+) -> tuple[Strategy, Precision, list[str]]:
     if wanted.config:
-        return read_arm_file(wanted.config, run, shape)
+        return read_arm_file(wanted.config, run, shape, world)
     precision = wanted.precision or "fp16"
     return data_parallel(precision)[0], precision, []  # ZeRO-1, as ds_configs/ has it

@@ -8,21 +8,24 @@ from typing import Any
 import plotille
 
 COLUMNS = 9  # of the chart for each doubling, so that the numbers below stand where they belong
-MOST = 90  # columns of the whole chart
+MOST = 90  # columns that the curves take
+BESIDE = 20  # columns that stand beside them: per cents on the left, a number of GPUs on the right
 LABEL = 8  # columns that the name of a tick needs
 EMPTY = chr(0x2800)  # braille without a dot
 ROWS = 10  # for 0 to 100 %
 MARKS = {"weak": "w", "strong": "s"}
 
 
-def scaling_chart(points: list[dict[str, Any]]) -> str:
+def scaling_chart(points: list[dict[str, Any]], within: int = MOST + BESIDE) -> str:
     """Efficiency of weak and strong scaling against the number of GPUs, in doublings.
+
+    `within`: columns for all of it.
 
     plotille's canvas draws it; its own axes would load numpy, which takes longer than the plan.
     """
     worlds = [math.log2(point["world"]) for point in points]
     doublings = max(1, math.ceil(worlds[-1] - worlds[0]))
-    columns = max(1, min(COLUMNS, MOST // doublings))
+    columns = max(1, min(COLUMNS, min(MOST, within - BESIDE) // doublings))
     width, step = columns * doublings + 1, 100 / ROWS
     canvas = plotille.Canvas(
         width=width,
@@ -34,9 +37,9 @@ def scaling_chart(points: list[dict[str, Any]]) -> str:
     )
     for kind, mark in MARKS.items():
         known = [
-            (at, min(100 * point[f"efficiency_{kind}"], 100.0))
+            (at, min(100 * point[f"efficiency_{kind}"]["value"], 100.0))
             for at, point in zip(worlds, points, strict=True)
-            if point[kind] is not None
+            if point[f"efficiency_{kind}"] is not None
         ]
         for before, after in zip(known, known[1:], strict=False):
             canvas.line(*before, *after)

@@ -7,11 +7,11 @@ title, which browsers show as a tooltip.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from html import escape
 from typing import Any
 
-from recipes.planner.words import GIB, number
+from recipes.advice.words import byte_unit, duration, gib
 
 WIDTH = 640
 LEFT, RIGHT, TOP, BOTTOM = 48, 28, 14, 30
@@ -37,14 +37,15 @@ def scaling_svg(points: Sequence[dict[str, Any]]) -> str:
         parts.append(_text(x(at), height - 10, f"{point['world']:,}", "middle"))
     for kind, colour in (("weak", 0), ("strong", 1)):
         known = [
-            (x(at), y(point[f"efficiency_{kind}"]), point)
+            (x(at), y(point[f"efficiency_{kind}"]["value"]), point)
             for at, point in zip(worlds, points, strict=True)
-            if point[kind] is not None
+            if point[f"efficiency_{kind}"] is not None
         ]
         line = " ".join(f"{px:.1f},{py:.1f}" for px, py, _ in known)
         parts.append(f'<polyline class="line s{colour}" points="{line}"/>')
         for px, py, point in known:
-            title = f"{point['world']:,} GPUs, {kind}: {point[f'efficiency_{kind}']:.1%}"
+            share = point[f"efficiency_{kind}"]["value"]
+            title = f"{point['world']:,} GPUs, {kind}: {share:.1%}"
             parts.append(_dot(px, py, colour, title))
     return _svg(height, "Scaling efficiency over the number of GPUs", parts)
 
@@ -52,34 +53,44 @@ def scaling_svg(points: Sequence[dict[str, Any]]) -> str:
 def memory_svg(memory: dict[str, Any]) -> str:
     """A stacked bar for each phase, with lines for what may be planned with and what there is."""
     height, phases = 300, memory["phases"]
-    kinds = item_kinds(memory)
-    most = max(memory["capacity"], *(phase["allocated"] for phase in phases)) * 1.06
+    capacity, usable = memory["capacity"]["value"], memory["usable"]["value"]
+    most = max(capacity, *(phase["allocated"]["value"] for phase in phases)) * 1.06
 
     def y(size: float) -> float:
         return TOP + (height - TOP - BOTTOM) * (1 - size / most)
 
-    step = 10.0 ** math.floor(math.log10(most / GIB))
-    step *= 2 if most / GIB / step > 5 else 1
-    marks = [i * step for i in range(int(most / GIB / step) + 1)]
-    parts = [_rule(y(mark * GIB), f"{mark:g}") for mark in marks]
+    unit, name = byte_unit(most)
+    step = 10.0 ** math.floor(math.log10(most / unit))
+    step *= 2 if most / unit / step > 5 else 1
+    marks = [i * step for i in range(int(most / unit / step) + 1)]
+    parts = [_rule(y(mark * unit), f"{mark:g}") for mark in marks]
     room = (WIDTH - LEFT - RIGHT) / len(phases)
     for column, phase in enumerate(phases):
-        left, base = LEFT + room * (column + 0.2), 0.0
-        for item in phase["items"]:
-            title = (
-                f"{phase['name']}: {item['name']} {item['bytes'] / GIB:.2f} GiB, {item['basis']}"
-            )
-            top, bottom = y(base + item["bytes"]), y(base)
-            colour = kinds.index(item["kind"]) % COLOURS
-            parts.append(_box(left, top, room * 0.6, bottom - top, colour, title))
-            base += item["bytes"]
+        left = LEFT + room * (column + 0.2)
+        parts += _stack(phase, item_kinds(memory), left, room * 0.6, y)
         parts.append(_text(left + room * 0.3, height - 10, phase["name"], "middle"))
-    for name, size in (("usable", memory["usable"]), ("capacity", memory["capacity"])):
+    for limit, size in (("usable", usable), ("capacity", capacity)):
         level = y(size)
         parts.append(_level("limit", level))
-        above = 4 if name == "capacity" else -12
-        parts.append(_text(WIDTH - RIGHT, level - above, f"{name} {size / GIB:.1f}", "end"))
-    return _svg(height, "Memory of a GPU by phase, GiB", parts)
+        above = 4 if limit == "capacity" else -12
+        parts.append(_text(WIDTH - RIGHT, level - above, f"{limit} {gib(size)}", "end"))
+    return _svg(height, f"Memory of a GPU by phase, {name}", parts)
+
+
+def _stack(
+    phase: dict[str, Any], kinds: list[str], left: float, width: float, y: Callable[[float], float]
+) -> list[str]:
+    """A phase's items one upon another."""
+    parts, base = [], 0.0
+    for item in phase["items"]:
+        size, basis = item["bytes"]["value"], item["bytes"]["basis"]
+        unit, name = byte_unit(size)
+        title = f"{phase['name']}: {item['name']} {size / unit:,.2f} {name}, {basis}"
+        top, bottom = y(base + size), y(base)
+        colour = kinds.index(item["kind"]) % COLOURS
+        parts.append(_box(left, top, width, bottom - top, colour, title))
+        base += size
+    return parts
 
 
 def item_kinds(memory: dict[str, Any]) -> list[str]:
@@ -91,7 +102,7 @@ def update_svg(rows: Sequence[dict[str, Any]]) -> str:
     """The parts of an update, seconds, a bar for each of the fastest strategies."""
     shown = [row for i, row in enumerate(rows) if i < MOST_ROWS or row.get("chosen")]
     names = list(shown[0]["parts"])
-    longest = max(sum(row["parts"].values()) for row in shown)
+    longest = max(sum(part["value"] for part in row["parts"].values()) for row in shown)
     height, left = TOP + (BAR + 8) * len(shown) + 8, 210
     parts = []
     for line, row in enumerate(shown):
@@ -99,11 +110,13 @@ def update_svg(rows: Sequence[dict[str, Any]]) -> str:
         label = f"{row['name']}{' ◀' if row.get('chosen') else ''}"
         parts.append(_text(left - 8, top + BAR - 6, label, "end"))
         for colour, name in enumerate(names):
-            width = (WIDTH - left - 60) * row["parts"][name] / longest
-            title = f"{row['name']}: {name} {number(row['parts'][name])} s"
+            seconds = row["parts"][name]["value"]
+            width = (WIDTH - left - 60) * seconds / longest
+            title = f"{row['name']}: {name} {duration(seconds)}"
             parts.append(_box(start, top, width, BAR, colour, title))
             start += width
-        parts.append(_text(start + 6, top + BAR - 6, f"{row['update']['value']:.2f} s", "start"))
+        whole = duration(row["update"]["value"])
+        parts.append(_text(start + 6, top + BAR - 6, whole, "start"))
     return _svg(height, "What an update's time goes into", parts)
 
 

@@ -10,14 +10,57 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from rich.console import Console
 from rich.table import Table
 
 from recipes.comparison import PLAN, UNITS, shown
+from recipes.runfile import describe
 
 WIDTH = 140  # where no terminal says it
 SCHEMA = 1
+LATEST = 1e11  # seconds since 1970 of a start: the year 5138
 HEAD = ("run", "date", "GPU", "strategy", "ranks", "micro", "", "plan", "measured", "error")
+
+
+class _Part(BaseModel):
+    """What is read of plan.json: strict in it, blind to all else."""
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+
+
+class _Value(_Part):
+    value: float
+
+
+class _Quantity(_Part):
+    what: str
+    plan: _Value | None
+    measured: float | None
+    error_percent: float | None
+    verdict: str
+
+    @model_validator(mode="after")
+    def _is_known_and_whole(self) -> _Quantity:
+        if self.what not in UNITS:
+            raise ValueError(f"what={self.what!r:.80}: expected one of {', '.join(UNITS)}")
+        if self.error_percent is not None and (self.plan is None or self.measured is None):
+            raise ValueError("error_percent stands without a plan or a measurement")
+        return self
+
+
+class _Start(_Part):
+    time: float = Field(ge=0, le=LATEST)
+    gpu: str
+    strategy: str
+    world: int
+    micro: int
+    quantities: list[_Quantity]
+
+
+class _Plan(_Part):
+    name: str
+    starts: list[_Start]
 
 
 def ledger(folders: Sequence[str | Path]) -> dict[str, Any]:
@@ -33,7 +76,7 @@ def ledger(folders: Sequence[str | Path]) -> dict[str, Any]:
     """
     faults: list[str] = []
     starts: list[dict[str, Any]] = []
-    for folder in map(Path, folders):
+    for folder in _runs(folders):
         try:
             starts += _starts(folder)
         except ValueError as error:
@@ -42,6 +85,15 @@ def ledger(folders: Sequence[str | Path]) -> dict[str, Any]:
         raise ValueError("\n".join(faults))
     starts.sort(key=lambda start: start["time"])
     return {"schema": SCHEMA, "starts": starts, "median_error_percent": _medians(starts)}
+
+
+def _runs(named: Sequence[str | Path]) -> list[Path]:
+    """The run folders, each once; a run's plan.json stands for its folder."""
+    folders: dict[Path, Path] = {}
+    for path in map(Path, named):
+        folder = path.parent if path.name == PLAN and not path.is_dir() else path
+        folders.setdefault(folder.resolve(), folder)
+    return list(folders.values())
 
 
 def _starts(folder: Path) -> list[dict[str, Any]]:
@@ -56,16 +108,21 @@ def _starts(folder: Path) -> list[dict[str, Any]]:
         )
     try:
         told = json.loads(path.read_text(encoding="utf-8"))
-        if told["schema"] != SCHEMA:
-            raise ValueError(f"schema {told['schema']}, expected {SCHEMA}")
-        about = {"name": told["name"], "folder": str(folder)}
-        starts = [about | start for start in told["starts"]]
-        for start in starts:
-            float(start["time"]), [q["what"] for q in start["quantities"]]
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        said = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
-        raise ValueError(f"{path} can't be read: {said}; leave the run out") from error
-    return starts
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} can't be read: {error}; leave the run out") from error
+    schema = told.get("schema") if isinstance(told, dict) else None
+    if schema != SCHEMA:
+        raise ValueError(
+            f"{path} can't be read: schema {schema!r:.80}, expected {SCHEMA}; leave the run out"
+        )
+    try:
+        _Plan.model_validate(told)
+    except ValidationError as error:
+        faults = [describe(fault, _Plan) for fault in error.errors()]
+        more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
+        raise ValueError(f"{path} is damaged: {faults[0]}{more}; leave the run out") from error
+    about = {"name": told["name"], "folder": str(folder)}
+    return [about | start for start in told["starts"]]
 
 
 def _medians(starts: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
@@ -83,6 +140,8 @@ def _medians(starts: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
 
 def ledger_text(result: dict[str, Any]) -> str:
     """The history as a table, a line for each quantity that was compared, and the medians."""
+    if not result["starts"]:
+        return "no start of these runs has compared anything yet; train on"
     table = Table(box=None, pad_edge=False, header_style="bold")
     for place, name in enumerate(HEAD):
         right = name in ("ranks", "micro", "plan", "measured", "error")
@@ -97,7 +156,7 @@ def ledger_text(result: dict[str, Any]) -> str:
         if not compared:
             table.add_row(*about, "nothing could be compared", "", "", "", "")
     buffer = io.StringIO()
-    Console(file=buffer, width=WIDTH, color_system=None).print(table)
+    Console(file=buffer, width=WIDTH, color_system=None, markup=False).print(table)
     lines = [line.rstrip() for line in buffer.getvalue().splitlines()]
     medians = result["median_error_percent"]
     if medians:

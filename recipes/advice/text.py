@@ -8,12 +8,16 @@ from typing import Any, TextIO
 from rich.console import Console
 from rich.text import Text
 
-from recipes.planner import text_cost, text_fit
-from recipes.planner.lines import LABEL, line
-from recipes.planner.words import SOURCES, amount, headline, machines, pasteable
+from recipes.advice import text_cost, text_fit
+from recipes.advice.headline import headline, machines, pasteable
+from recipes.advice.lines import LABEL, line, lines
+from recipes.advice.words import SOURCES, amount, plural
 
 WIDTH = 110  # the most a line takes, and what is taken where no terminal says its width
 NARROW = 80
+# What stands for a character that the stream's encoding lacks (LANG=C); a braille cell is a dot.
+ASCII = {"–": "-", "×": "x", "◀": "<", "µ": "u", "│": "|", "└": "+", "─": "-", "…": "..."}
+ASCII |= {chr(cell): "." for cell in range(0x2801, 0x2900)}
 SECTIONS = {
     "Strategy": text_fit.strategy,
     "Memory": text_fit.memory,
@@ -30,7 +34,21 @@ def show(answer: dict[str, Any], stream: TextIO) -> None:
     width = min(terminal.width, WIDTH) if terminal.is_terminal else WIDTH
     text = rendered(answer, max(width, NARROW), styled=terminal.is_terminal)
     encoding = getattr(stream, "encoding", None) or "utf-8"  # which may lack some characters
-    stream.write(text.encode(encoding, "replace").decode(encoding))
+    stream.write(encodable(text, encoding))
+
+
+def encodable(text: str, encoding: str) -> str:
+    """The text with a stand-in for every character that the encoding lacks."""
+    lacking = {char for char in set(text) if not _has(encoding, char)}
+    return text.translate({ord(char): ASCII.get(char, "?") for char in lacking})
+
+
+def _has(encoding: str, char: str) -> bool:
+    try:
+        char.encode(encoding)
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def rendered(answer: dict[str, Any], width: int = WIDTH, *, styled: bool = False) -> str:
@@ -48,20 +66,16 @@ def rendered(answer: dict[str, Any], width: int = WIDTH, *, styled: bool = False
 def _opening(console: Console, answer: dict[str, Any]) -> None:
     question = answer["question"]
     model = question["model"]
-    console.print(
-        Text(
-            f"{question['name']}: {amount(model['parameters'])} parameters ({model['family']}), "
-            f"{question['global_sequences']:,} x {question['seq_len']:,} tokens an update, "
-            f"{question['precision']}\n"
-            f"{machines(question)}\n"
-        )
-    )
+    text = f"{question['name']}: {amount(model['parameters'])} parameters ({model['family']}), "
+    text += f"{question['global_sequences']:,} x {plural(question['seq_len'], 'token')} an update, "
+    console.print(Text(f"{text}{question['precision']}\n{machines(question)}\n"))
     for label, text in headline(answer):
-        room = console.width - LABEL - 2
-        text = pasteable(text, room) if label == "start" else text
-        console.print(line(label, text, style="bold"))
+        if label == "start":
+            lines(console, label, pasteable(text, console.width - LABEL), style="bold")
+        else:
+            line(console, label, text, style="bold")
     for note in answer["notes"]:
-        console.print(line("note", note, style="yellow"))
+        line(console, "note", note, style="yellow")
 
 
 def _closing(console: Console) -> None:

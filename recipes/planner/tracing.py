@@ -19,9 +19,12 @@ import copy
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from recipes.config import Model
+from recipes.planner.families import FAMILIES, no_configuration, shape_of
+from recipes.planner.shape import Shape
 from recipes.planner.standin import FLASH, Seen, as_on_gpu, register_flash
 from recipes.planner.traced import Count, Traced, Variant, real_shape
 from recipes.planner.workload import Precision
@@ -29,13 +32,11 @@ from recipes.planner.workload import Precision
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Traced", "trace"]
-
 Attention = Literal["flash", "eager"]
 MICROS = (1, 2, 3)
 # Layers that differ (sliding and full attention in turn) make a model's mean layer another than its
 # second; below this share of the whole they count as alike.
-UNEVEN = 0.002
+UNEVEN = 0.0005
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 
 
@@ -50,7 +51,7 @@ def trace(
         ValueError: a model that can't be built or counted right, with the reason.
     """
     config = _config(model)
-    _refuse(config, model, attention)
+    check(model, attention)
     ways = (autocast, not autocast) if work_precision != "fp32" else (False,)
     with _quiet():
         variants, parameters = [], 0
@@ -58,13 +59,7 @@ def trace(
             way = _Way(
                 precision=work_precision, autocast=cast, attention=attention, seq_len=seq_len
             )
-            try:
-                variant, parameters = _variant(config, way)
-            except (RuntimeError, NotImplementedError, TypeError, AttributeError) as error:
-                text = " ".join(str(error).split())[:300]
-                raise ValueError(
-                    f"--trace: {config.model_type} can't be counted: {text}"
-                ) from error
+            variant, parameters = _counted(config, way)
             variants.append(variant)
     return Traced(
         shape=real_shape(config, parameters),
@@ -74,37 +69,71 @@ def trace(
     )
 
 
+def check(model: Model, attention: Attention) -> Shape | None:
+    """Whether a run file's model can be traced, before that is done; its shape if it has one.
+
+    Raises:
+        ValueError: all that shows in its configuration alone.
+    """
+    config = _config(model)
+    faults = _refusals(config, model, attention)
+    if faults:
+        raise ValueError("\n".join(faults))
+    if config.model_type not in FAMILIES:
+        return None
+    if model.config is not None:
+        return shape_of(dict(model.config), "model.config")
+    return shape_of(config.to_dict(), f"model.pretrained={model.pretrained}")
+
+
 def _config(model: Model) -> Any:
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
-    keys = dict(model.config or {})
+    keys, name = dict(model.config or {}), model.pretrained
     try:
-        if model.pretrained is not None:
-            return AutoConfig.from_pretrained(model.pretrained, local_files_only=True)
+        if name is not None:
+            revision = model.revision or "main"
+            return AutoConfig.from_pretrained(name, revision=revision, local_files_only=True)
         return AutoConfig.for_model(keys.pop("model_type"), **keys)
-    except (OSError, ValueError, TypeError) as error:
-        name = model.pretrained or (model.config or {}).get("model_type")
-        raise ValueError(f"--trace: {name} has no usable configuration: {error}") from error
+    except (OSError, ValueError, TypeError, StrictDataclassError) as error:
+        if name is not None and not (Path(name) / "config.json").is_file():
+            raise ValueError(f"--trace: {no_configuration(name)}") from error
+        title = name or (model.config or {}).get("model_type")
+        text = " ".join(str(error).split(" Should contain")[0].split())[:300]
+        raise ValueError(f"--trace: {title} has no usable configuration: {text}") from error
 
 
-def _refuse(config: Any, model: Model, attention: Attention) -> None:
-    """What would be counted wrong."""
+def _refusals(config: Any, model: Model, attention: Attention) -> list[str]:
+    """What can't be built, or would be counted wrong."""
+    from transformers.models.auto import modeling_auto as auto
+
+    kind, faults = config.model_type, []
+    if kind not in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        return [f"--trace: {kind} is no causal language model that transformers builds; take one"]
+    both_sides = kind in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    if both_sides and not (config.is_encoder_decoder or getattr(config, "is_decoder", False)):
+        faults.append(
+            f"--trace: {kind} reads to both sides, and this recipe trains causal models; give it "
+            "is_decoder: true, or take another"
+        )
     experts = [key for key in EXPERTS if (getattr(config, key, None) or 0) > 1]
     if experts:
-        raise ValueError(
-            f"--trace: {config.model_type} has {experts[0]}={getattr(config, experts[0])}: what an "
-            "expert keeps depends on the data, so no count without it is right"
+        faults.append(
+            f"--trace: {kind} has {experts[0]}={getattr(config, experts[0])}: what an expert keeps "
+            "depends on the data, so no count without it is right; plan a dense model"
         )
     if not getattr(config, "num_attention_heads", None):
-        raise ValueError(
-            f"--trace: {config.model_type} has no attention heads; only transformers are counted"
+        faults.append(
+            f"--trace: {kind} has no attention heads; only transformers are counted: take one"
         )
     capped = getattr(config, "attn_logit_softcapping", None)
     if capped is not None and attention == "flash" and model.attention == "sdpa":
-        raise ValueError(
-            f"--trace: {config.model_type} caps its attention scores, which sdpa can't; set "
-            "model.attention to eager or flash_attention_2"
+        faults.append(
+            f"--trace: {kind} caps its attention scores, which sdpa can't; set model.attention to "
+            "eager or flash_attention_2"
         )
+    return faults
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,6 +144,18 @@ class _Way:
     autocast: bool
     attention: Attention
     seq_len: int
+
+
+def _counted(config: Any, way: _Way) -> tuple[Variant, int]:
+    """`_variant`, or in words why transformers can't build or run the model so."""
+    from huggingface_hub.errors import StrictDataclassError
+
+    faults = (RuntimeError, NotImplementedError, TypeError, AttributeError, AssertionError)
+    try:
+        return _variant(config, way)
+    except (*faults, StrictDataclassError) as error:
+        text = " ".join(str(error).split())[:300]
+        raise ValueError(f"--trace: {config.model_type} can't be counted: {text}") from error
 
 
 def _variant(config: Any, way: _Way) -> tuple[Variant, int]:

@@ -8,7 +8,7 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
-from recipes.planner import svg, words
+from recipes.advice import headline, svg, words
 
 FIGURE_KEYS = {"value", "low", "high", "unit", "source", "basis"}
 
@@ -19,13 +19,15 @@ def page(answer: dict[str, Any]) -> str:
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined
     )
     environment.filters |= {"number": words.number, "gib": words.gib, "amount": words.amount}
-    environment.filters |= {"duration": words.duration, "figure": figure_html, "time": time_html}
+    environment.filters |= {"duration": words.duration, "sent": words.sent}
+    environment.filters |= {"figure": figure_html, "time": time_html, "bytes": bytes_html}
     template = environment.from_string(
-        files("recipes.planner").joinpath("page.html").read_text(encoding="utf-8")
+        files("recipes.advice").joinpath("page.html").read_text(encoding="utf-8")
     )
     return template.render(
         answer=answer,
         words=words,
+        headline=headline,
         scaling=Markup(svg.scaling_svg(answer["scaling"]["points"])),
         memory=Markup(svg.memory_svg(answer["memory"])),
         update=Markup(svg.update_svg(answer["strategy"]["rows"] or [answer["strategy"]["asked"]])),
@@ -50,9 +52,15 @@ def figure_html(figure: dict[str, Any], scale: float = 1.0, unit: str = "") -> M
     )
 
 
-def time_html(figure: dict[str, Any]) -> Markup:
-    """A figure in seconds, in the unit that fits it."""
-    size, unit = words.time_unit(figure["value"])
+def time_html(figure: dict[str, Any], seconds: float = 1.0) -> Markup:
+    """A time of so many seconds each (86,400: days), in the unit that fits it."""
+    size, unit = words.time_unit(figure["value"] * seconds)
+    return figure_html(figure, seconds / size, unit)
+
+
+def bytes_html(figure: dict[str, Any]) -> Markup:
+    """Bytes on a wire or a disk, in the unit that fits them."""
+    size, unit = words.sent_unit(figure["value"])
     return figure_html(figure, 1 / size, unit)
 
 
