@@ -8,26 +8,29 @@ accumulation rises, the global batch and the order of the data stay.
 
 from __future__ import annotations
 
+import json
 import logging
 from collections import Counter
+from contextlib import suppress
 from typing import Any
 
 import torch
 
-from recipes import objective
+from recipes import objective, runfolder
 from recipes.checkpoint.snapshot import memory_left
 from recipes.config import Run
 from recipes.engine import room
 from recipes.engine.build import Engine
 from recipes.outcome import PeerError, exit_code
-from recipes.own_plan import Found, OwnPlan, own_plan
+from recipes.own_plan import FAULTS, Found, OwnPlan, own_plan
 from recipes.planner.micro import largest_of, legal_micros, next_lower
 
 logger = logging.getLogger(__name__)
 
+NO_ROOM = "no_room.json"  # in the run folder: a micro-batch that was too big for a window
 CPU_MICRO = 8  # above it a CPU's matmuls gain nothing, and two ranks share its caches
 # What a start must have in common with the last one to begin with the micro-batch that that had.
-SAME = ("world", "strategy", "device")
+SAME = ("world", "strategy", "device", "gpu")
 
 
 def look(engine: Engine) -> Found:
@@ -60,7 +63,10 @@ def settle(engine: Engine, run: Run, recorded: dict[str, Any], found: Found) -> 
         return engine, ""
     peers, world = engine.peers, engine.plan.world
     legal = legal_micros(run.batch, world, run.evaluate)
-    micro, why = peers.from_first(lambda: _first_choice(engine, run, recorded, found, legal))
+    failed = min(filter(None, peers.gather(_no_room(engine, run, found))), default=None)
+    micro, why = peers.from_first(
+        lambda: _first_choice(engine, run, recorded, found, legal, failed)
+    )
     worlds = objective.legal_worlds(run.batch, lanes=run.data.lanes, workers=run.data.workers)
     while True:
         engine = room.rebatch(engine, run, objective.plan_batch(run.batch, world, worlds, micro))
@@ -87,12 +93,49 @@ def _lowered(plan: objective.BatchPlan, micro: int) -> str:
     )
 
 
-def _first_choice(
-    engine: Engine, run: Run, recorded: dict[str, Any], found: Found, legal: list[int]
-) -> tuple[int, str]:
-    """What is tried first, and where it comes from; on rank 0."""
+def _here(engine: Engine, found: Found) -> dict[str, Any]:
+    """What a micro-batch that fits depends on, besides the model."""
     here = {"world": engine.plan.world, "strategy": engine.strategy.title}
-    here |= {"device": engine.device.type}
+    return here | {"device": engine.device.type, "gpu": found.gpus[0]}
+
+
+def _no_room(engine: Engine, run: Run, found: Found) -> int | None:
+    """The micro-batch for which a window of an earlier start here had no room, if any."""
+    try:
+        told = json.loads((run.folder / NO_ROOM).read_text(encoding="utf-8"))
+        return int(told["micro"]) if told["here"] == _here(engine, found) else None
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+
+
+def ran_out(engine: Engine, run: Run, found: Found) -> str:
+    """Advice for a rank whose memory ran out while training; `auto` starts lower the next time."""
+    micro = engine.plan.micro
+    if run.batch.micro == "auto" and micro > 1:
+        said = {"micro": micro, "here": _here(engine, found)}
+        with suppress(OSError):
+            runfolder.write_record(run.folder, NO_ROOM, said)
+    with suppress(*FAULTS):
+        return advice(engine, run, found)
+    return ""
+
+
+def _first_choice(
+    engine: Engine,
+    run: Run,
+    recorded: dict[str, Any],
+    found: Found,
+    legal: list[int],
+    failed: int | None,
+) -> tuple[int, str]:
+    """What is tried first, and where it comes from; on rank 0.
+
+    Args:
+        failed: for which an earlier start had no room in a window.
+    """
+    if failed is not None and (lower := next_lower(legal, failed)) is not None:
+        return lower, f"below {failed}, for which a window had no room"
+    here = _here(engine, found)
     alike = all(recorded.get(key) == here[key] for key in SAME)
     if alike and recorded["config"]["model"] == run.model.model_dump(mode="json"):
         last = recorded.get("micro")  # a start of an older version has none
@@ -100,8 +143,9 @@ def _first_choice(
             return last, "as at the last start"
     try:
         plan = own_plan(run, engine.strategy, found, chunked=engine.module.chunked)
-    except ValueError as error:
-        raise ValueError(f"batch.micro=auto: {error}; give batch.micro a number") from error
+    except FAULTS as error:
+        said = str(error) or type(error).__name__
+        raise ValueError(f"batch.micro=auto: {said}; give batch.micro a number") from error
     if not found.cpu:
         micro, most = plan.micro(legal)
         return micro, f"the plan's; the largest that fits is {most}"
@@ -136,6 +180,8 @@ def advice(engine: Engine, run: Run, found: Found) -> str:
         if by_plan < micro:
             return f"{text}by the plan batch.micro={by_plan} fits: {_stays(plan, by_plan)}"
         text += f"by the plan up to {most} fit: does another process use this GPU (nvidia-smi)?\n"
+    if lower is not None and run.batch.micro == "auto":
+        return f"{text}start it again: auto then takes {lower}; {_stays(plan, lower)}"
     if lower is not None:
         return f"{text}try batch.micro={lower}: {_stays(plan, lower)}"
     ways = own.ways_to_save(micro) if own is not None else []
@@ -147,7 +193,7 @@ def _stays(plan: objective.BatchPlan, micro: int) -> str:
     accumulation = plan.global_sequences // (plan.world * micro)
     return (
         f"the accumulation becomes {accumulation}, the global batch and the order of the data "
-        "stay, and the run goes on from its checkpoint"
+        "stay, and the next start goes on from the last checkpoint, if there is one"
     )
 
 
@@ -155,5 +201,5 @@ def _own(engine: Engine, run: Run, found: Found) -> OwnPlan | None:
     """The run's own plan; None where its model is unknown to it."""
     try:
         return own_plan(run, engine.strategy, found, chunked=engine.module.chunked)
-    except ValueError:
+    except FAULTS:
         return None

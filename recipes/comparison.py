@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import io
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -14,8 +17,11 @@ from rich.text import Text
 from recipes.advice.plain import figure_json
 from recipes.metrics import human_bytes, human_rate, human_seconds
 from recipes.planner.figure import Figure
+from recipes.runfile import describe
 
 Verdict = Literal["inside", "OUTSIDE", "not compared"]
+SCHEMA = 1  # of plan.json
+LATEST = 1e11  # seconds since 1970 of a start: the year 5138
 PLAN = "plan.json"  # in the run folder; `recipes.confront` has its schema
 # What is compared, in this order, with its unit; `max` or `mean` over the ranks is the caller's.
 UNITS = {
@@ -98,9 +104,16 @@ class Row:
 
 
 def rows(
-    plan: Mapping[str, Figure], measured: Mapping[str, float], notes: Mapping[str, str]
+    plan: Mapping[str, Figure],
+    measured: Mapping[str, float],
+    unplanned: Mapping[str, str],
+    unmeasured: Mapping[str, str],
 ) -> list[Row]:
-    """Every quantity that is planned or measured, in the order of UNITS; no zeros that agree."""
+    """Every quantity that is planned or measured, in the order of UNITS; no zeros that agree.
+
+    Args:
+        unplanned, unmeasured: by quantity why it has no plan, or no measurement.
+    """
     found = []
     for what in UNITS:
         figure, value = plan.get(what), measured.get(what)
@@ -108,7 +121,8 @@ def rows(
             continue
         if figure is not None and figure.high == 0 and value == 0:
             continue
-        note = notes.get(what, "") if figure is None or value is None else ""
+        note = unplanned.get(what, "") if figure is None else ""
+        note = unmeasured.get(what, "") if value is None else note
         found.append(Row(what=what, plan=figure, measured=value, note=note))
     return found
 
@@ -144,7 +158,7 @@ def table(title: str, compared: list[Row]) -> str:
     if lines.row_count:
         console.print(lines)
     text = "\n".join(f"  {line}".rstrip() for line in buffer.getvalue().splitlines())
-    rest = [f"  {why}: {', '.join(those)}" for why, those in left.items()]
+    rest = [f"  {', '.join(those)}: {why}" for why, those in left.items()]
     return "\n".join([title, *([text] if text else []), *rest])
 
 
@@ -166,3 +180,72 @@ def warnings(compared: list[Row]) -> list[str]:
         for row in compared
         if row.verdict == "OUTSIDE" and row.plan is not None and row.measured is not None
     ]
+
+
+# ---- plan.json, read again
+
+
+class _Part(BaseModel):
+    """What is read of plan.json: strict in it, blind to all else."""
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+
+
+class _Value(_Part):
+    value: float
+
+
+class _Quantity(_Part):
+    what: str
+    plan: _Value | None
+    measured: float | None
+    error_percent: float | None
+    verdict: str
+
+    @model_validator(mode="after")
+    def _is_known_and_whole(self) -> _Quantity:
+        if self.what not in UNITS:
+            raise ValueError(f"what={self.what!r:.80}: expected one of {', '.join(UNITS)}")
+        if self.error_percent is not None and (self.plan is None or self.measured is None):
+            raise ValueError("error_percent stands without a plan or a measurement")
+        return self
+
+
+class _Start(_Part):
+    time: float = Field(ge=0, le=LATEST)
+    gpu: str
+    strategy: str
+    world: int
+    micro: int
+    quantities: list[_Quantity]
+
+
+class _Plan(_Part):
+    name: str
+    starts: list[_Start]
+
+
+def read_plan(folder: Path) -> dict[str, Any]:
+    """A run's `plan.json`, in which all that is read of it is right.
+
+    Raises:
+        FileNotFoundError: there is none. ValueError: it can't be read, or is damaged.
+    """
+    path = folder / PLAN
+    try:
+        told = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path} can't be read: {error}") from error
+    schema = told.get("schema") if isinstance(told, dict) else None
+    if schema != SCHEMA:
+        raise ValueError(f"{path} can't be read: schema {schema!r:.80}, expected {SCHEMA}")
+    try:
+        _Plan.model_validate(told)
+    except ValidationError as error:
+        faults = [describe(fault, _Plan) for fault in error.errors()]
+        more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
+        raise ValueError(f"{path} is damaged: {faults[0]}{more}") from error
+    whole: dict[str, Any] = told
+    return whole

@@ -22,20 +22,20 @@ are rank 0's, bytes sent are rank 0's of one window.
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, cast
 
 from recipes import comparison, runfolder
-from recipes.comparison import PLAN
+from recipes.comparison import PLAN, SCHEMA, read_plan
 from recipes.engine import instruments, update
 from recipes.meter import Timing
-from recipes.own_plan import CPU, LASTING, Found, own_plan
+from recipes.own_plan import CPU, FAULTS, LASTING, own_plan
 from recipes.planner.figure import Figure
 from recipes.planner.traffic import Op, ring_share
 from recipes.preflight.rows import many
@@ -47,22 +47,23 @@ logger = logging.getLogger(__name__)
 
 WARM_UP = 2  # updates with first-time work in them: allocators, compilers, communicators
 JUDGED = 6  # updates after which the first word is said
-# What a plan may stumble over in settings that it has never seen. The run is right without a plan.
-FAULTS = (ValueError, ArithmeticError, LookupError, AssertionError)
+# A mean wait for data that is let pass whatever share of a short update it is.
+WAIT_S = 0.005
 ON_A_CPU = "not comparable on a CPU"
 
 
 class Confrontation:
     """Collects, compares and tells, for one start."""
 
-    def __init__(self, job: Job, found: Found) -> None:
-        self._found, self._traffic = found, instruments.Traffic(job.engine)
+    def __init__(self, job: Job) -> None:
+        self._found, self._traffic = job.found, instruments.Traffic(job.engine)
         instruments.forget_peaks(job.engine)
         self._first = job.engine.peers.rank == 0
         self._updates, self._from_update = 0, job.progress.applied
         self._sent: float | None = None
         self._counted = False
         self._notes: dict[str, str] = {}
+        self._unplanned = "no plan"
         self._plan = self._planned(job) if self._first else {}
         self._earlier = earlier_starts(job.run.folder) if self._first else []
 
@@ -73,7 +74,8 @@ class Confrontation:
             own = own_plan(run, engine.strategy, self._found, chunked=engine.module.chunked)
             figures = own.figures(engine.plan.micro)
         except FAULTS as error:
-            logger.info("no plan of this run: %s", str(error) or type(error).__name__)
+            self._unplanned = str(error) or type(error).__name__
+            logger.info("no plan of this run: %s", self._unplanned)
             return {}
         if own.untimed and own.untimed != CPU:
             logger.info("no plan of this run's times: %s", own.untimed)
@@ -84,7 +86,8 @@ class Confrontation:
 
     def window_begins(self, job: Job) -> None:
         """Count the traffic of the second window; of a later one if that was skipped."""
-        if self._first and self._updates >= 1 and not self._counted:
+        more = job.progress.applied < job.length.updates
+        if self._first and self._updates >= 1 and not self._counted and more:
             self._traffic.begin()
 
     def window_ended(self, job: Job, applied: bool) -> None:
@@ -100,35 +103,63 @@ class Confrontation:
     def _count(self, applied: bool) -> None:
         try:
             calls = self._traffic.end()
-        except ValueError as error:
-            self._notes["bytes sent"], self._counted = str(error), True
+        except FAULTS as error:
+            said = str(error) or type(error).__name__
+            self._notes["bytes sent"], self._counted = f"not counted: {said}", True
             return
         if applied:  # a skipped one gathers no parameters
             self._sent, self._counted = sum(sent_bytes(call) for call in calls), True
 
     def finish(self, job: Job) -> None:
         """Compare once more, at the end of a finished run."""
+        self._traffic.stop()
         if self._updates:
             self._judge(job, final=True)
 
     # ---- comparing
 
     def _judge(self, job: Job, *, final: bool) -> None:
-        engine = job.engine
-        mine = {**instruments.held_bytes(engine), "peak": update.peak_memory_bytes(engine)}
-        mine["reserved"] = instruments.peak_reserved_bytes(engine) or 0
-        everyone = engine.peers.gather(mine)
+        everyone = job.engine.peers.gather(self._held(job))
         if not self._first:
             return
-        most = {key: max(held[key] for held in everyone) for key in mine}
-        rows = comparison.rows(self._plan, self._measured(job, most), self._why(job))
+        try:
+            self._tell(job, everyone, final)
+        except FAULTS as error:
+            said = str(error) or type(error).__name__
+            job.meter.say(f"plan and measurement can't be compared: {said}")
+
+    def _held(self, job: Job) -> dict[str, int] | str:
+        """This rank's bytes; what a library says in their place where it tells none."""
+        engine = job.engine
+        try:
+            held = {**instruments.held_bytes(engine), "peak": update.peak_memory_bytes(engine)}
+            return held | {"reserved": instruments.peak_reserved_bytes(engine) or 0}
+        except FAULTS as error:
+            return str(error) or type(error).__name__
+
+    def _tell(self, job: Job, everyone: list[dict[str, int] | str], final: bool) -> None:
+        told = [held for held in everyone if not isinstance(held, str)]
+        if len(told) < len(everyone):
+            fault = next(held for held in everyone if isinstance(held, str))
+            raise LookupError(fault)
+        most = {key: float(max(held[key] for held in told)) for key in told[0]}
+        measured = self._measured(job, most)
+        rows = comparison.rows(self._planned_for(measured), measured, self._why(job), self._lacking)
         last = " at the end" if final else ""
-        counted = many(len(self._timed(job)), "update")
-        title = f"plan against measured{last}, micro {job.plan.micro}, {counted}"
+        timed = self._timed(job)
+        counted = f"median of {many(len(timed), 'update')}" if timed else "too few updates to time"
+        title = f"plan against measured{last}: micro {job.plan.micro}, {counted}"
         job.meter.say(comparison.table(title, rows))
         for line in comparison.warnings(rows):
-            logger.warning("beyond the plan's band: %s", line)
+            job.meter.say(f"beyond the plan's band: {line}")
         self._keep(job, rows, final)
+
+    def _planned_for(self, measured: dict[str, float]) -> dict[str, Figure]:
+        """The plan, in which a short wait is no fault however short the update is."""
+        wait, step_s = self._plan.get("data wait"), measured.get("update time")
+        if wait is None or not step_s:
+            return self._plan
+        return self._plan | {"data wait": replace(wait, high=max(wait.high, WAIT_S / step_s))}
 
     def _measured(self, job: Job, most: dict[str, float]) -> dict[str, float]:
         on_gpu = job.engine.device.type == "cuda"
@@ -138,33 +169,46 @@ class Confrontation:
             found["peak reserved"] = most["reserved"]
         if self._sent is not None:
             found["bytes sent"] = self._sent
+        found |= self._rates(job)
+        if job.saving.last_bytes is not None:
+            found["checkpoint"] = job.saving.last_bytes
+        return found
+
+    def _rates(self, job: Job) -> dict[str, float]:
+        """What the timed updates say; nothing where all were the first ones."""
         timed = self._timed(job)
+        if not timed:
+            return {}
         step_s = median(t.step_ms for t in timed) / 1000.0
         tokens = sum(t.tokens for t in timed) / len(timed)
-        found |= {"update time": step_s, "tokens per update": tokens}
+        found = {"update time": step_s, "tokens per update": tokens}
         found["tokens/s"] = tokens / step_s if step_s else 0.0
         whole_ms = sum(t.step_ms for t in timed)
         found["data wait"] = sum(t.wait_ms for t in timed) / whole_ms if whole_ms else 0.0
         if job.peak_flops is not None:
             peak = job.peak_flops * job.plan.world
             found["MFU"] = found["tokens/s"] * job.flops_per_token / peak
-        if job.saving.last_bytes is not None:
-            found["checkpoint"] = job.saving.last_bytes
         return found
 
     def _timed(self, job: Job) -> list[Timing]:
-        """The newest updates of this start without its first ones, unless it has no others."""
+        """The newest updates of this start without its first ones."""
         kept = list(job.meter.timings)
-        return kept[max(WARM_UP - (self._updates - len(kept)), 0) :] or kept
+        return kept[max(WARM_UP - (self._updates - len(kept)), 0) :]
 
     def _why(self, job: Job) -> dict[str, str]:
-        """Why a quantity has no plan or no measurement."""
-        notes = dict.fromkeys(comparison.UNITS, "no plan")
-        notes |= {"checkpoint": "none is saved yet", "bytes sent": "not counted"}
+        """Why a quantity has no plan."""
+        notes = dict.fromkeys(comparison.UNITS, self._unplanned)
         if self._found.cpu:
             timed = ("peak resident", "update time", "tokens/s")
             notes |= dict.fromkeys(timed, ON_A_CPU)
         return notes | self._notes
+
+    @property
+    def _lacking(self) -> dict[str, str]:
+        """Why a quantity has no measurement."""
+        lacking = dict.fromkeys(comparison.UNITS, "too few updates")
+        lacking |= {"checkpoint": "none is saved yet", "bytes sent": "not counted"}
+        return lacking | {k: v for k, v in self._notes.items() if k == "bytes sent"}
 
     def _keep(self, job: Job, rows: Sequence[comparison.Row], final: bool) -> None:
         engine, strategy = job.engine, job.engine.strategy
@@ -180,10 +224,10 @@ class Confrontation:
             "from_update": self._from_update,
             "update": job.progress.applied,
             "final": final,
-            "notes": sorted(set(self._notes.values())),
+            "notes": sorted({*self._notes.values(), *([] if self._plan else [self._unplanned])}),
             "quantities": [row.to_json() for row in rows],
         }
-        whole = {"schema": 1, "name": job.run.name, "starts": [*self._earlier, start]}
+        whole = {"schema": SCHEMA, "name": job.run.name, "starts": [*self._earlier, start]}
         try:
             runfolder.write_record(job.run.folder, PLAN, whole)
         except OSError as error:  # a full disk must not end what the plan is only compared with
@@ -198,10 +242,9 @@ def sent_bytes(call: instruments.Collective) -> float:
 def earlier_starts(folder: Path) -> list[dict[str, Any]]:
     """The entries that earlier starts left; none where the file is damaged."""
     try:
-        told = json.loads((folder / PLAN).read_text(encoding="utf-8"))
-        return list(told["starts"])
+        return list(read_plan(folder)["starts"])
     except FileNotFoundError:
         return []
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        logger.warning("%s can't be read and is begun anew: %s", folder / PLAN, error)
+    except ValueError as error:
+        logger.warning("%s; it is begun anew", error)
         return []

@@ -25,6 +25,7 @@ from recipes.meter import Meter
 from recipes.model import SummedLoss, build_network, count_parameters, flops_per_token, wrap
 from recipes.opening import check_room, fixed_length, open_corpus, open_folder
 from recipes.outcome import Outcome
+from recipes.own_plan import Found
 from recipes.progress import Progress
 from recipes.resume import restore_newest
 from recipes.saving import Saving
@@ -49,6 +50,7 @@ class Job:
     peak_flops: float | None
     disks: Disks
     saving: Saving
+    found: Found  # the machines that the ranks run on
     micro_note: str  # where an automatic micro-batch comes from; empty for a stated one
     confronting: Confrontation = field(init=False)
     held_out_result: dict[str, Any] | None = None  # of the last evaluation
@@ -141,11 +143,10 @@ def build(run: Run, args: argparse.Namespace, outcome: Outcome) -> Job | None:
     engine = prepare(accelerator, module, strategy, run, plan, peers)
     found = auto_micro.look(engine)
     engine, micro_note = auto_micro.settle(engine, run, recorded, found)
-    outcome.memory_advice = lambda: auto_micro.advice(engine, run, found)
+    outcome.memory_advice = lambda: auto_micro.ran_out(engine, run, found)
     length = fixed_length(recorded, run, corpus, peers)
     peers.alike(lambda: check_room(run, peers, disks, count_parameters(module), length.updates))
     restored = restore_newest(engine, run, corpus, disks)
-    progress = restored.progress
     job = Job(
         run=run,
         engine=engine,
@@ -153,16 +154,17 @@ def build(run: Run, args: argparse.Namespace, outcome: Outcome) -> Job | None:
         feed=Feed(corpus, engine.plan, launch.rank, restored.data),
         held_out=_held_out(run, peers, corpus, engine.plan),
         length=length,
-        progress=progress,
-        meter=_meter(run, engine, length, progress, first=launch.rank == 0),
+        progress=restored.progress,
+        meter=_meter(run, engine, length, restored.progress, first=launch.rank == 0),
         flops_per_token=flops_per_token(module.network, run.batch.seq_len),
         peak_flops=_peak_flops(engine),
         disks=disks,
-        saving=Saving(engine, run, disks, progress),
+        saving=Saving(engine, run, disks, restored.progress),
+        found=found,
         micro_note=micro_note,
         held_out_result=restored.held_out,
     )
-    job.confronting = Confrontation(job, found)
+    job.confronting = Confrontation(job)
     peers.together(lambda: record_start(job, recorded, ranks_per_host))
     if launch.rank == 0:
         logger.info("%s", banner(job, worlds, count_parameters(module)))

@@ -31,7 +31,10 @@ PEER_LEFT = ("closed by peer", "reset by peer", "Broken pipe", "remote process e
 # What the machine refuses and a user can mend: rights, room, quota, a disk that fails.
 SYSTEMS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EIO}
 # What allocators say: CUDA's and the host's in torch, and a library's below it.
-MEMORY = ("out of memory", "DefaultCPUAllocator", "CUBLAS_STATUS_ALLOC_FAILED")
+MEMORY = (
+    *("out of memory", "_STATUS_ALLOC_FAILED", "DefaultCPUAllocator", "Cannot allocate memory"),
+    *("could not create a primitive", "could not create a memory"),  # oneDNN's words for it
+)
 DONE, USAGE, TOPOLOGY, NUMBERS, STOPPED = 0, 2, 3, 4, 75
 
 
@@ -85,7 +88,8 @@ def out_of_memory(error: BaseException) -> bool:
     if isinstance(error, PeerError):  # it only tells of another rank's
         return False
     told = isinstance(error, RuntimeError) and any(text in str(error) for text in MEMORY)
-    return told or isinstance(error, MemoryError)
+    system = isinstance(error, OSError) and error.errno == errno.ENOMEM
+    return told or system or isinstance(error, MemoryError)
 
 
 class Outcome:
@@ -142,9 +146,8 @@ class Outcome:
         self.consequence = left or isinstance(error, (PeerError, JoiningError))
         said = str(error)
         if out_of_memory(error):
-            said = (
-                f"{said.strip().splitlines()[0] if said else 'no memory'}\n{self.memory_advice()}"
-            )
+            said = said.strip().splitlines()[0] if said.strip() else "no memory"
+            said = "\n".join(filter(None, [said, self.memory_advice()]))
         self._end("stopped" if self.code == STOPPED else "failed", said)
         if left:
             sys.stderr.write(f"\nrank {self.rank}: another rank has left; its message says why\n")

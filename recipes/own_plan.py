@@ -37,6 +37,12 @@ DATA_WAIT = 0.05
 # Kinds of the plan's memory that last from update to update, so that they can be looked at.
 LASTING = ("parameters", "master weights", "moments")
 CPU = "a CPU is in no hardware table"
+# What a plan may stumble over in settings that it has never seen, or in a version of a library. A
+# run is right without a plan.
+FAULTS = (
+    *(ValueError, ArithmeticError, LookupError, AssertionError, AttributeError, TypeError),
+    *(RuntimeError, OSError),
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -41,6 +41,7 @@ OURS = {
     "summary.json",
     "nonfinite.json",
     "plan.json",
+    "no_room.json",
     "metrics.jsonl",
     "evaluations.jsonl",
     "saves.jsonl",
@@ -80,7 +81,11 @@ def write_text(path: Path, text: str) -> None:
     """Write a file so that a reader never sees half of it, even after the power was lost."""
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.partial")
-    files.write_file(beside, [text.encode()])
+    try:
+        files.write_file(beside, [text.encode()])
+    except OSError:  # a full disk keeps no half of it
+        beside.unlink(missing_ok=True)
+        raise
     files.rename(beside, path)
 
 

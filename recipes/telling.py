@@ -119,6 +119,7 @@ def record_start(job: Job, recorded: dict[str, Any], ranks_per_host: dict[str, i
         "distributed_type": job.engine.accelerator.distributed_type.value,
         "deepspeed": strategy.deepspeed,
         "device": str(job.engine.device.type),
+        "gpu": job.found.gpus[0],  # as its driver names it; empty on a CPU
         "micro": job.plan.micro,
         "accumulation": job.plan.accumulation,
         "from_update": job.progress.applied,

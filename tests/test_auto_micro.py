@@ -142,18 +142,43 @@ def test_on_a_gpu_the_plan_chooses_and_a_recorded_choice_stands(
 ) -> None:
     engine, run, found = gpus
     legal = chosen.legal_micros(run.batch, 4, run.evaluate)
-    micro, why = auto_micro._first_choice(engine, run, {}, found, legal)
+    micro, why = auto_micro._first_choice(engine, run, {}, found, legal, None)
     most = int(why.split()[-1])
     assert micro in legal and 1 < micro <= most, why
     assert why == f"the plan's; the largest that fits is {most}"
     small = replace(found, memory=40 * 10**9)  # what the driver shows, not the table's entry
-    assert auto_micro._first_choice(engine, run, {}, small, legal)[0] < micro
+    assert auto_micro._first_choice(engine, run, {}, small, legal, None)[0] < micro
     recorded = {"world": 4, "strategy": "ZeRO-1 fp16", "device": "cuda", "micro": 2}
+    recorded["gpu"] = found.gpus[0]
     recorded["config"] = {"model": run.model.model_dump(mode="json")}
-    again = auto_micro._first_choice(engine, run, recorded, found, legal)
+    again = auto_micro._first_choice(engine, run, recorded, found, legal, None)
     assert again == (2, "as at the last start")
-    for other in ({"world": 8}, {"strategy": "DDP fp16"}, {"device": "cpu"}, {"micro": 5}):
-        assert auto_micro._first_choice(engine, run, recorded | other, found, legal)[0] == micro
+    for other in (
+        {"world": 8},
+        {"strategy": "DDP fp16"},
+        {"device": "cpu"},
+        {"micro": 5},
+        {"gpu": "H200"},
+    ):
+        assert (
+            auto_micro._first_choice(engine, run, recorded | other, found, legal, None)[0] == micro
+        )
+
+
+def test_a_window_without_room_is_remembered(gpus: tuple[Any, Any, Found], tmp_path: Path) -> None:
+    """The trial passed, training did not: the next start begins below."""
+    engine, run, found = gpus
+    run = run.model_copy(update={"output_dir": str(tmp_path)})
+    legal = chosen.legal_micros(run.batch, 4, run.evaluate)
+    assert auto_micro._no_room(engine, run, found) is None
+    assert "batch.micro=32, accumulation 6" in auto_micro.ran_out(engine, run, found)
+    assert auto_micro._no_room(engine, run, found) == engine.plan.micro == 32
+    micro, why = auto_micro._first_choice(engine, run, {}, found, legal, 32)
+    assert (micro, why) == (24, "below 32, for which a window had no room")
+    elsewhere = replace(found, gpus=("NVIDIA H200",) * 4)
+    assert auto_micro._no_room(engine, run, elsewhere) is None
+    (tmp_path / "no_room.json").write_text("{half")
+    assert auto_micro._no_room(engine, run, found) is None
 
 
 def test_the_advice_on_a_gpu_is_the_plans(gpus: tuple[Any, Any, Found]) -> None:
@@ -168,6 +193,9 @@ def test_the_advice_on_a_gpu_is_the_plans(gpus: tuple[Any, Any, Found]) -> None:
     engine.plan = objective.plan_batch(run.batch, 4, [4], micro=2)  # which should have fitted
     text = auto_micro.advice(engine, run, found)
     assert "does another process use this GPU (nvidia-smi)?" in text
+    assert "start it again: auto then takes 1; the accumulation becomes 192" in text
+    fixed = load_run(nursery.ROOT / "recipes/runs/gpt2_xl.yaml", ["batch.micro=2"])
+    text = auto_micro.advice(engine, fixed, found)
     assert "try batch.micro=1: the accumulation becomes 192" in text
     engine.plan = objective.plan_batch(run.batch, 4, [4], micro=1)
     text = auto_micro.advice(engine, run, found)

@@ -106,7 +106,7 @@ def test_all_folders_that_are_wrong_are_told_at_once(tmp_path: Path, folders: li
     odd = write(tmp_path / "odd", {"time": 1e9})
     wrong = [tmp_path / "absent", empty, old, torn, later, odd]
     with pytest.raises(ValueError) as caught:
-        ledger([*wrong, folders[0]])
+        ledger(wrong)
     told = str(caught.value).splitlines()
     assert [line.split(" ")[0].removesuffix("/plan.json") for line in told] == [
         str(w) for w in wrong
@@ -117,6 +117,9 @@ def test_all_folders_that_are_wrong_are_told_at_once(tmp_path: Path, folders: li
     assert "can't be read" in told[3]
     assert "schema 2, expected 1" in told[4]
     assert "is damaged: starts.0.gpu: missing (and 4 more)" in told[5]
+    found = ledger([*wrong, folders[0]])  # one good run is shown, with what is left out
+    assert found["left_out"] == told and found["starts"]
+    assert f"left out: {told[0]}" in ledger_text(found)
 
 
 @pytest.mark.parametrize(

@@ -69,10 +69,14 @@ class Traffic:
 
     def end(self) -> list[Collective]:
         """What was called; DDP's reduction of one window with it."""
+        self.stop()
+        return self._seen + _reduced_by_ddp(self._engine)
+
+    def stop(self) -> None:
+        """Leave torch as it was; nothing if it is."""
         for name, original in self._originals.items():
             setattr(ProcessGroup, name, original)
         self._originals = {}
-        return self._seen + _reduced_by_ddp(self._engine)
 
     def _counted(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         op, at = METHODS[name]
@@ -96,20 +100,21 @@ def _tensors(value: Any) -> Iterable[torch.Tensor]:
 
 
 def _reduced_by_ddp(engine: Engine) -> list[Collective]:
-    """Every bucket of DDP's reducer, reduced once in an update; 16-bit where the hook makes it so.
+    """Every bucket of DDP's reducer, reduced once in an update.
+
+    A communication hook reduces them from Python instead, where they have been seen already.
 
     Raises:
         ValueError: this torch does not tell.
     """
-    if engine.strategy.kind != "DDP":
+    if engine.strategy.kind != "DDP" or engine.model._comm_hooks:
         return []
     told = engine.model._get_ddp_logging_data()
     sizes = told.get("rebuilt_bucket_sizes") or told.get("bucket_sizes")
     if not sizes:
         raise ValueError("torch's DDP does not tell the sizes of its buckets")
-    shrunk = 2 if told.get("comm_hook", "").startswith(("fp16", "bf16")) else 1
     return [
-        Collective(op="all_reduce", bytes=int(size) // shrunk, ranks=engine.peers.world)
+        Collective(op="all_reduce", bytes=int(size), ranks=engine.peers.world)
         for size in str(sizes).split(",")
     ]
 
@@ -147,6 +152,7 @@ def _same(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
 def forget_peaks(engine: Engine) -> None:
     """Let the GPU's peaks begin here, so that they are training's and not the preparation's."""
     if engine.device.type == "cuda":
+        torch.cuda.empty_cache()  # else what the preparation has reserved would be the first peak
         torch.cuda.reset_peak_memory_stats(engine.device)
 
 
