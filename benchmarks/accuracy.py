@@ -3,9 +3,8 @@
     python benchmarks/accuracy.py            # prints the tables
     python benchmarks/accuracy.py --write    # puts them into docs/planning.md
 
-No clock is involved: the numbers are the same on
-every machine, and tests hold bounds on them (test_planner_published.py, test_planner_memory.py,
-test_planner_network.py).
+No clock is involved: the numbers are the same on every machine, and tests hold bounds on them
+(test_planner_published.py, test_planner_memory_published.py, test_planner_network.py).
 """
 
 from __future__ import annotations

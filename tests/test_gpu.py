@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -55,3 +56,19 @@ def test_mfu_is_recorded_for_a_known_gpu(tiny_run: Path, tmp_path: Path) -> None
     from recipes.metrics import peak_flops
 
     assert all((r["mfu"] is not None) == (peak_flops(name) is not None) for r in curve), os.environ
+
+
+@pytest.mark.parametrize("arm", ["zero1_fp16", "ddp_fp16"])
+def test_the_planned_peak_is_the_allocators(tiny_run: Path, tmp_path: Path, arm: str) -> None:
+    """A model that fills gigabytes, so that what the plan leaves out is no share of it."""
+    folder, small = tmp_path / arm, {"n_layer": 12, "n_embd": 768, "n_head": 12}
+    script = ["recipes/pretrain.py", str(tiny_run), f"output_dir={folder}", "batch.micro=4"]
+    script += ["--accelerate_config", f"accelerate_configs/{arm}.yaml", "schedule.updates=8"]
+    script += ["batch.seq_len=512", "model.config.n_positions=512"]
+    script += [f"model.config.{key}={value}" for key, value in small.items()]
+    settings = {"DS_ACCELERATOR": "cuda"}
+    ended = run("torchrun", 1, script, tmp_path / "log", env=settings)
+    assert ended.code == 0, ended.text[-4000:]
+    [start] = json.loads((folder / "plan.json").read_text())["starts"]
+    told = {quantity["what"]: quantity for quantity in start["quantities"]}
+    assert abs(told["peak allocated"]["error_percent"]) <= 5

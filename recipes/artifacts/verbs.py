@@ -11,6 +11,8 @@ from typing import Any
 from recipes.verb import verb_parser
 
 DTYPES = ("float32", "bfloat16", "float16")
+# What the training settled to says nothing of an evaluation, in fp32 and without gradients.
+AUTO_MICRO = 8
 MODEL = "a run folder, a checkpoint (step-…) or a transformers folder"
 UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -58,7 +60,11 @@ def evaluate(words: list[str]) -> int:
     parser.add_argument("model", help=MODEL)
     parser.add_argument("--run", metavar="RUN.yaml", help="whose data; default: the model's run")
     parser.add_argument("--sequences", type=int, help="default: the run's evaluate.sequences")
-    parser.add_argument("--micro", type=int, help="sequences at once; default: the run's")
+    parser.add_argument(
+        "--micro",
+        type=int,
+        help=f"sequences at once; default: the run's, {AUTO_MICRO} where that is auto",
+    )
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     _add_device(parser)
     args = parser.parse_args(words)
@@ -71,7 +77,8 @@ def evaluate(words: list[str]) -> int:
     run, count = held_out.evaluation_run(artifact, args.run, args.sequences)
     revision = None if args.run else artifact.facts.get("revision")
     corpus, rows = held_out.read_held_out(artifact, run, count, revision)
-    score = held_out.score(artifact, corpus, rows, args.micro or run.batch.least_micro, device)
+    own_micro = AUTO_MICRO if run.batch.micro == "auto" else run.batch.micro
+    score = held_out.score(artifact, corpus, rows, args.micro or own_micro, device)
     own = held_out.own_loss(artifact, run, count)
     result = {"model": str(artifact.folder), "run": run.name, "step": artifact.facts.get("step")}
     result |= {"device": str(device), **score.to_json(), "runs_own_loss": own}
