@@ -89,7 +89,8 @@ def test_a_gpu_that_can_not_sustain_its_rate_and_fp32() -> None:
         2 * plan.by_kind["matmul"]
     )
     full = micro_step(work(precision="fp32"), candidate(), cluster())
-    assert full.by_kind["matmul"] == pytest.approx(10 * plan.by_kind["matmul"])
+    slower = (100 * compute.TRAINING_SHAPES) / (10 * compute.FP32_SHARE)
+    assert full.by_kind["matmul"] == pytest.approx(slower * plan.by_kind["matmul"])
 
 
 def test_the_optimizer_moves_52_bytes_of_what_it_owns() -> None:

@@ -169,3 +169,15 @@ def test_a_name_is_no_markup(tmp_path: Path) -> None:
         tmp_path / "run", start(1e9, quantity("MFU", "share", 0.5, 0.5), gpu="[red]x[/b]")
     )
     assert "[red]x[/b]" in ledger_text(ledger([folder]))
+
+
+def test_a_start_that_differs_from_the_others_is_marked(tmp_path: Path) -> None:
+    """All are a tenth slower than planned; the third was twice as slow, on a shared machine."""
+    times = [1.1, 1.12, 2.2, 1.09, 1.1]
+    starts = [start(1e9 + n, quantity("update time", "s", 1.0, t)) for n, t in enumerate(times)]
+    result = ledger([write(tmp_path / "run", *starts)])
+    odd = [s["quantities"][0].get("odd", False) for s in result["starts"]]
+    assert odd == [False, False, True, False, False]
+    assert ledger_text(result).count("unlike the other starts") == 1
+    few = ledger([write(tmp_path / "few", *starts[:3])])
+    assert not any("odd" in s["quantities"][0] for s in few["starts"])

@@ -13,7 +13,9 @@ from rich.console import Console
 from rich.table import Table
 
 from recipes.comparison import PLAN, SCHEMA, UNITS, read_plan, shown
+from recipes.planner.scaling import odd_points
 
+LEAST_STARTS = 4  # of which one can differ from the others
 WIDTH = 140  # where no terminal says it
 HEAD = ("run", "date", "GPU", "strategy", "ranks", "micro", "", "plan", "measured", "error")
 
@@ -41,6 +43,7 @@ def ledger(folders: Sequence[str | Path]) -> dict[str, Any]:
     if len(faults) == len(runs):
         raise ValueError("\n".join(faults))
     starts.sort(key=lambda start: start["time"])
+    _mark_odd(starts)
     medians = _medians(starts)
     return {
         "schema": SCHEMA,
@@ -74,6 +77,25 @@ def _starts(folder: Path) -> list[dict[str, Any]]:
         raise ValueError(f"{error}; leave the run out") from error
     about = {"name": told["name"], "folder": str(folder)}
     return [about | start for start in told["starts"]]
+
+
+def _mark_odd(starts: Sequence[dict[str, Any]]) -> None:
+    """Mark update times that are off the plan in another way than the others are.
+
+    A plan that is off by a constant is off for all; a start that differs had a slow node, or its
+    machine to share.
+    """
+    found = [
+        quantity
+        for start in starts
+        for quantity in start["quantities"]
+        if quantity["what"] == "update time" and quantity["error_percent"] is not None
+    ]
+    if len(found) < LEAST_STARTS:
+        return
+    planned, measured = ([q["plan"]["value"] for q in found], [q["measured"] for q in found])
+    for index in odd_points(planned, measured):
+        found[index]["odd"] = True
 
 
 def _medians(starts: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
@@ -140,5 +162,10 @@ def _cells(quantity: dict[str, Any]) -> list[str]:
         shown(what, quantity["plan"]["value"]),
         shown(what, quantity["measured"]),
         f"{quantity['error_percent']:+.1f} %" if quantity["error_percent"] is not None else "",
-        "outside the band" if quantity["verdict"] == "OUTSIDE" else "",
+        ", ".join(_remarks(quantity)),
     ]
+
+
+def _remarks(quantity: dict[str, Any]) -> list[str]:
+    outside = ["outside the band"] if quantity["verdict"] == "OUTSIDE" else []
+    return [*outside, *(["unlike the other starts"] if quantity.get("odd") else [])]

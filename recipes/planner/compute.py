@@ -85,12 +85,10 @@ def matmul_rate(work: Workload, cluster: Cluster) -> tuple[float, Source, str]:
         rate = measured.matmul_flops * TRAINING_SHAPES
         return rate, "measured", f"matmul rate of {measured.path}"
     gpu = cluster.gpu
-    peak = gpu.flops_32bit if work.precision == "fp32" else gpu.flops_16bit
-    return (
-        peak * gpu.matmul_share * gpu.sustained * TRAINING_SHAPES,
-        "table",
-        f"{gpu.name}'s matmul rate",
-    )
+    if wide:  # no tensor cores, and so no shortage of data to feed them
+        return gpu.flops_32bit * FP32_SHARE, "table", f"{gpu.name}'s fp32 rate"
+    rate = gpu.flops_16bit * gpu.matmul_share * gpu.sustained * TRAINING_SHAPES
+    return rate, "table", f"{gpu.name}'s matmul rate"
 
 
 def _memory_rate(gpu: Gpu, kernels: str) -> float:

@@ -60,18 +60,6 @@ def exact(value: float, unit: str, basis: str) -> Figure:
     return Figure(value=value, low=value, high=value, unit=unit, source="formula", basis=basis)
 
 
-def banded(value: float, share: float, unit: str, source: Source, basis: str) -> Figure:
-    """A value that may be off by `share` (0.1: ten per cent) either way."""
-    return Figure(
-        value=value,
-        low=value * (1 - share),
-        high=value * (1 + share),
-        unit=unit,
-        source=source,
-        basis=basis,
-    )
-
-
 def total(parts: Iterable[Figure], unit: str, basis: str) -> Figure:
     """A sum whose parts may all be off in the same direction: the bands add up."""
     listed = list(parts)
