@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from recipes.planner.families import shape_of
+from recipes.planner.figure import Figure, Source
 from recipes.planner.hardware import Gpu, Nic
 from recipes.planner.shape import Shape
 from recipes.planner.strategies import data_parallel
@@ -49,3 +50,9 @@ def candidate(strategy: str | Strategy = "ZeRO-1", micro: int = 16, **changes: o
     """ZeRO-1 with the mission's micro-batch unless changed."""
     chosen = STRATEGIES[strategy] if isinstance(strategy, str) else strategy
     return Candidate(strategy=chosen, micro=micro, **changes)  # type: ignore[arg-type]
+
+
+def banded(value: float, share: float, unit: str, source: Source, basis: str) -> Figure:
+    """A value that may be off by `share` either way."""
+    low, high = value * (1 - share), value * (1 + share)
+    return Figure(value=value, low=low, high=high, unit=unit, source=source, basis=basis)

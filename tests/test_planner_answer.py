@@ -12,11 +12,12 @@ from typing import Any
 import jsonschema
 import pytest
 from planned import COMMANDS, ROOT, XL, answered, plan
+from planner_cases import banded
 
 from recipes.advice import sections_network, words
 from recipes.advice.start_line import start_line
 from recipes.advice.wanted import Wanted
-from recipes.planner.figure import Figure, banded
+from recipes.planner.figure import Figure
 from recipes.planner.workload import Candidate, Strategy
 from recipes.runfile import load_run
 

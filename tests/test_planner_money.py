@@ -6,10 +6,11 @@ import math
 from typing import Any
 
 import pytest
+from planner_cases import banded
 
 from recipes.config import Batch, Checkpoint, Schedule
 from recipes.planner import money
-from recipes.planner.figure import Figure, banded, exact
+from recipes.planner.figure import Figure, exact
 
 BATCH = Batch(seq_len=1024, global_sequences=768, micro=16)
 SAMPLES = Schedule(samples=100_000_000)
