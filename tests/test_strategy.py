@@ -115,6 +115,8 @@ def change(tree: dict[str, Any], place: str, value: Any) -> dict[str, Any]:
         (ZERO1_FP16, "zero_optimization.stage", 2, "zero_optimization.stage=2: expected 1, or 0"),
         (ZERO1_FP16, "zero_optimization.stage", 3, "zero_optimization.stage=3: expected 1, or 0"),
         (ZERO1_FP16, "zero_optimization.stage", "1", "zero_optimization.stage='1'"),
+        (ZERO1_FP16, "zero_optimization.stage", True, "zero_optimization.stage=True"),
+        (ZERO1_FP16, "zero_optimization.reduce_bucket_size", -5, "reduce_bucket_size=-5: write"),
         (ZERO1_FP16, "zero_optimization.reduce_bucket_size", "auto", "write a number of elements"),
         (
             ZERO1_FP16,

@@ -73,7 +73,7 @@ def json_faults(tree: Any) -> list[str]:
     checked, faults, stage = copy.deepcopy(tree), [], zero.get("stage")
     for key in BUCKETS:
         size = zero.get(key, DEFAULT_BUCKET if stage in UNSTARTED else None)
-        if isinstance(size, int) and not 1 <= size <= LARGEST_BUCKET:
+        if isinstance(size, int) and size > LARGEST_BUCKET:
             faults.append(f"zero_optimization.{key}={size}: expected 1 to {LARGEST_BUCKET:,}")
         checked["zero_optimization"][key] = DEFAULT_BUCKET if size == "auto" else size
     overlap = zero.get("overlap_comm", False)
