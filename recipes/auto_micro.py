@@ -29,8 +29,6 @@ logger = logging.getLogger(__name__)
 
 NO_ROOM = "no_room.json"  # in the run folder: a micro-batch that was too big for a window
 CPU_MICRO = 8  # above it a CPU's matmuls gain nothing, and two ranks share its caches
-# What a start must have in common with the last one to begin with the micro-batch that that had.
-SAME = ("world", "strategy", "device", "gpu")
 
 
 def look(engine: Engine) -> Found:
@@ -94,7 +92,7 @@ def _lowered(plan: objective.BatchPlan, micro: int) -> str:
 
 
 def _here(engine: Engine, found: Found) -> dict[str, Any]:
-    """What a micro-batch that fits depends on, besides the model."""
+    """What a micro-batch that fits depends on, besides the model; run.json has the same keys."""
     here = {"world": engine.plan.world, "strategy": engine.strategy.title}
     return here | {"device": engine.device.type, "gpu": found.gpus[0]}
 
@@ -133,14 +131,15 @@ def _first_choice(
     Args:
         failed: for which an earlier start had no room in a window.
     """
+    last = None
+    if recorded.items() >= _here(engine, found).items():
+        same_model = recorded["config"]["model"] == run.model.model_dump(mode="json")
+        last = recorded.get("micro") if same_model else None  # an older version wrote none
     if failed is not None and (lower := next_lower(legal, failed)) is not None:
+        lower = last if last in legal and last < lower else lower
         return lower, f"below {failed}, for which a window had no room"
-    here = _here(engine, found)
-    alike = all(recorded.get(key) == here[key] for key in SAME)
-    if alike and recorded["config"]["model"] == run.model.model_dump(mode="json"):
-        last = recorded.get("micro")  # a start of an older version has none
-        if last in legal:
-            return last, "as at the last start"
+    if last in legal:
+        return last, "as at the last start"
     try:
         plan = own_plan(run, engine.strategy, found, chunked=engine.module.chunked)
     except FAULTS as error:

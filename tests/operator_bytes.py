@@ -37,7 +37,7 @@ def _size(tensor: torch.Tensor) -> int:
     return elements * tensor.element_size()
 
 
-class _Counting(TorchDispatchMode):
+class Counting(TorchDispatchMode):
     """Sums inputs and outputs of every operator; `side` says which direction runs."""
 
     def __init__(self) -> None:
@@ -69,7 +69,7 @@ def _run(config: dict[str, Any], layers: int, batch: int, seq_len: int, attentio
         if attention == "flash":
             network.config._attn_implementation = "flash_operator"
         network.train()
-        counting = _Counting()
+        counting = Counting()
         with counting:
             ids = torch.zeros(batch, seq_len, dtype=torch.long)
             hidden = network.base_model(ids, use_cache=False).last_hidden_state

@@ -175,6 +175,11 @@ def test_a_window_without_room_is_remembered(gpus: tuple[Any, Any, Found], tmp_p
     assert auto_micro._no_room(engine, run, found) == engine.plan.micro == 32
     micro, why = auto_micro._first_choice(engine, run, {}, found, legal, 32)
     assert (micro, why) == (24, "below 32, for which a window had no room")
+    # The next start found no room for that either and trained with 8: so does the one after it.
+    settled = auto_micro._here(engine, found) | {"micro": 8}
+    settled["config"] = run.model_dump(mode="json")
+    assert auto_micro._first_choice(engine, run, settled, found, legal, 32)[0] == 8
+    assert auto_micro._first_choice(engine, run, settled | {"micro": 32}, found, legal, 32)[0] == 24
     elsewhere = replace(found, gpus=("NVIDIA H200",) * 4)
     assert auto_micro._no_room(engine, run, elsewhere) is None
     (tmp_path / "no_room.json").write_text("{half")

@@ -11,6 +11,7 @@ from planner_cases import LLAMA, NIC, STRATEGIES, XL, candidate, cluster, work
 from recipes.objective import divisors
 from recipes.planner.choose import best_of, micros, rank
 from recipes.planner.hardware import read_hardware
+from recipes.planner.memory import plan_memory
 from recipes.planner.network import seconds
 from recipes.planner.predict import (
     CONTENTION,
@@ -21,6 +22,7 @@ from recipes.planner.predict import (
 )
 from recipes.planner.scaling import odd_points, scale
 from recipes.planner.strategies import model_parallel, obstacle, strategies
+from recipes.planner.traced import Count, Traced, Variant
 from recipes.planner.workload import Cluster
 
 TABLE = read_hardware()
@@ -149,6 +151,21 @@ def test_ddp_on_40_gb_needs_checkpointing_or_a_tiny_micro_batch() -> None:
     one = rank(work(LLAMA), a100("a100-40gb"), asked=candidate(micro=1))
     reasons = {r.strategy.name: r.reason for r in one.rejected}
     assert "may be planned with; most of it moments" in reasons["DDP"]
+
+
+def test_what_does_not_fit_is_counted_as_it_was_traced() -> None:
+    size = Count(one=9e9, fixed=0.0, per_sequence=9e9)
+    variant = Variant(attention="flash", autocast=False, layer=size, head=size)
+    traced = Traced(shape=LLAMA, seq_len=1024, precision="fp16", variants=(variant,))
+    smallest = replace(candidate("DDP", micro=1), checkpointing=True)
+    found = []
+    for counted in (None, traced):
+        ranking = rank(work(LLAMA), a100("a100-40gb"), asked=candidate(micro=1), traced=counted)
+        reason = next(r.reason for r in ranking.rejected if r.strategy.name == "DDP")
+        memory = plan_memory(work(LLAMA), smallest, a100("a100-40gb"), traced=counted)
+        assert f"takes {memory.device.value / 2**30:.1f} GiB" in reason
+        found.append(memory.device.value)
+    assert found[1] > 1.05 * found[0]
 
 
 def test_equal_settings_leave_memory_free() -> None:

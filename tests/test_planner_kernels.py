@@ -40,8 +40,9 @@ def test_a_layers_elementwise_bytes_are_those_of_the_real_operators(name: str) -
     assert closed == pytest.approx(real, rel=0.12)
 
 
-def test_eager_attention_moves_whole_score_matrices() -> None:
-    config = MODELS["gpt2, one-kernel gelu"]
+@pytest.mark.parametrize("name", ["gpt2, one-kernel gelu", "opt", "llama"])
+def test_eager_attention_moves_whole_score_matrices(name: str) -> None:
+    config = MODELS[name]
     shape, seq_len = shape_of(config, ""), 512
     real = [layer_bytes_per_token(config, seq_len, kind) for kind in ("eager", "flash")]
     closed = [layer_moved(shape, STYLE, seq_len, kind) for kind in ("eager", "flash")]

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from operator_bytes import Counting
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.activations import ACT2FN
@@ -169,6 +170,19 @@ def test_what_an_activation_function_saves(name: str) -> None:
         assert saved(name, gated, full, autocast=False) == 4 * tensors
     assert saved(name, False, full, autocast=True) == entry.autocast
     assert saved(name, True, full, autocast=True) == entry.gated
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_what_the_kernels_of_an_activation_function_move(name: str) -> None:
+    n = 1000
+    inputs = torch.randn(n, dtype=torch.bfloat16, requires_grad=True)
+    gradient = torch.ones(n, dtype=torch.bfloat16)
+    with Counting() as counting:
+        output = ACT2FN[name](inputs)
+        counting.side = "backward"
+        torch.autograd.grad(output, inputs, gradient)
+    moved = [round(counting.bytes[side] / (2 * n)) for side in ("forward", "backward")]
+    assert moved == [ACTIVATIONS[name].forward, ACTIVATIONS[name].backward]
 
 
 def test_the_table_of_activations_is_whole() -> None:

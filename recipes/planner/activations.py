@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from recipes.planner.functions import saved_by
+from recipes.planner.functions import activation_of
 from recipes.planner.shape import Shape
 from recipes.planner.workload import Candidate, Strategy, Workload
 
@@ -161,7 +161,7 @@ def _scores(kinds: dict[str, float], work: Workload, case: Case) -> None:
 
 def _feed_forward(shape: Shape, case: Case) -> float:
     """Bytes per element of the inner width."""
-    saved = saved_by(shape)
+    saved = activation_of(shape)
     if case.fused:
         return case.value * (3 if shape.gated else min(2, saved.tensors))
     if case.casts:
@@ -215,7 +215,7 @@ def layer_transient(work: Workload, candidate: Candidate) -> float:
 
 def _product(shape: Shape, case: Case) -> int:
     """Bytes per inner element that a product's backward adds: three gradients less its result."""
-    if saved_by(shape).tensors < PYTHON_TENSORS or case.fused:
+    if activation_of(shape).tensors < PYTHON_TENSORS or case.fused:
         return 2 * case.value if shape.gated else 0
     return 3 * 4 - case.value if case.casts else 2 * case.value
 

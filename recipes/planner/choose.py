@@ -150,7 +150,9 @@ def rank(
             continue
         best = best_of(work, strategy, cluster, traced=traced, wished=asked.micro)
         if best is None:
-            rejected.append(Rejected(strategy=strategy, reason=_unfit(work, strategy, cluster)))
+            rejected.append(
+                Rejected(strategy=strategy, reason=_unfit(work, strategy, cluster, traced))
+            )
         else:
             rows.append(best)
     rows.sort(key=lambda p: p.update.value)
@@ -170,7 +172,6 @@ def _choice(
     if not runnable:
         return None
     near = [p for p in runnable if p.update.value <= runnable[0].update.value * (1 + SAME_STRATEGY)]
-
     return min(
         near,
         key=lambda row: (
@@ -196,10 +197,10 @@ def _with_asked(listed: Sequence[Strategy], asked: Strategy) -> tuple[Strategy, 
     return (replace(asked, name=f"{asked.name}, as asked"), *listed)
 
 
-def _unfit(work: Workload, strategy: Strategy, cluster: Cluster) -> str:
+def _unfit(work: Workload, strategy: Strategy, cluster: Cluster, traced: Traced | None) -> str:
     """How much the smallest way to run a strategy is too big."""
     candidate = Candidate(strategy=strategy, micro=1, checkpointing=True)
-    memory = plan_memory(work, candidate, cluster)
+    memory = plan_memory(work, candidate, cluster, traced=traced)
     need, high, room = (
         size / 2**30 for size in (memory.device.value, memory.device.high, memory.usable)
     )

@@ -11,11 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
+from recipes.planner.functions import activation_of
 from recipes.planner.shape import Shape
-
-# transformers' activations that are several torch operators, with the number of elements read and
-# written by all of them, forward and backward (NewGELUActivation, FastGELUActivation, …).
-UNFUSED_ACTIVATIONS = {"gelu_new": (18, 28), "gelu_fast": (18, 28), "quick_gelu": (6, 10)}
 
 # Backward by forward of the operators that transformers spells out: autograd adds sums, copies and
 # zero-filled slices. Counted on its Llama and Qwen3 (tests/test_planner_kernels.py holds the sum).
@@ -81,15 +78,16 @@ def _activation(shape: Shape, style: Style) -> tuple[Moved, Moved]:
         gate = 2 if shape.gated else 0
         up = Moved(split=(2 + gate / 2) * n * f, kernels=1)
         return up, Moved(split=(3 + gate) * n * f, kernels=1)
-    forward, backward = UNFUSED_ACTIVATIONS.get(shape.activation, (2, 3))
-    count = 1 if shape.activation not in UNFUSED_ACTIVATIONS else forward // 2
-    # Powers and tanh of gelu_new run in fp32 under autocast.
-    size = n if count == 1 else max(n, style.wide)
+    function = activation_of(shape)
+    size = max(n, style.wide) if function.widened else n
+    count = function.forward // 2  # a kernel reads once or twice and writes once
     # silu(gate) * up: one product forward, two backward.
     gate = 3 if shape.gated else 0
     more = 1 if shape.gated else 0
-    up = Moved(split=(forward * size + gate * n) * f, kernels=count + more)
-    return up, Moved(split=(backward * size + 2 * gate * n) * f, kernels=2 * count + 2 * more)
+    up = Moved(split=(function.forward * size + gate * n) * f, kernels=count + more)
+    return up, Moved(
+        split=(function.backward * size + 2 * gate * n) * f, kernels=2 * count + 2 * more
+    )
 
 
 def _rotary(shape: Shape, style: Style) -> tuple[Moved, Moved]:
@@ -106,7 +104,7 @@ def _rotary(shape: Shape, style: Style) -> tuple[Moved, Moved]:
 def _eager_attention(shape: Shape, style: Style, seq_len: int) -> tuple[Moved, Moved]:
     """Scores and probabilities as whole matrices: scale, mask, softmax in fp32, cast, dropout."""
     n, scores = style.narrow, shape.heads * seq_len
-    upcast = n == 2 and (style.wide == 4 or shape.norm == "rms")  # softmax in fp32, and back
+    upcast = n == 2 and (style.wide == 4 or shape.softmax32)  # softmax in fp32, and back
     softmax, cast = (4, 6) if upcast and not style.fused else (n, 0)
     if style.fused:  # scale, mask and softmax are one kernel
         forward, backward, kernels = 4 * n, 7 * n, 1
