@@ -14,7 +14,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from recipes.advice.plain import figure_json
 from recipes.metrics import human_bytes, human_rate, human_seconds
 from recipes.planner.figure import Figure
 from recipes.runfile import describe
@@ -95,7 +94,7 @@ class Row:
         return {
             "what": self.what,
             "unit": UNITS[self.what],
-            "plan": figure_json(self.plan) if self.plan is not None else None,
+            "plan": self.plan.to_json() if self.plan is not None else None,
             "measured": self.measured,
             "error_percent": round(100.0 * error, 3) if error is not None else None,
             "verdict": self.verdict,

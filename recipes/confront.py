@@ -37,7 +37,7 @@ from recipes.engine import instruments, update
 from recipes.meter import Timing
 from recipes.own_plan import CPU, FAULTS, LASTING, own_plan
 from recipes.planner.figure import Figure
-from recipes.planner.traffic import Op, ring_share
+from recipes.planner.transfer import Op, ring_share
 from recipes.preflight.rows import many
 
 if TYPE_CHECKING:

@@ -36,11 +36,11 @@ def plan_batch(batch: Batch, world: int, legal: list[int], micro: int | None = N
         ValueError: `world` is not among them.
     """
     if world not in legal:
-        nearest = sorted(legal, key=lambda w: (abs(w - world), w))[:2]
+        nearest = nearest_worlds(legal, world)
         raise ValueError(
             f"{world} ranks can't share batch.global_sequences={batch.global_sequences} at "
             f"batch.micro={batch.micro} over data.lanes equally; legal ranks: "
-            f"{' '.join(map(str, legal))}; nearest: {' or '.join(map(str, sorted(nearest)))}"
+            f"{' '.join(map(str, legal))}; nearest: {' or '.join(map(str, nearest))}"
         )
     micro = micro or batch.least_micro
     return BatchPlan(
@@ -138,6 +138,11 @@ def legal_worlds(batch: Batch, *, lanes: int, workers: int) -> list[int]:
         return []
     shares = batch.global_sequences // batch.least_micro, lanes // readers
     return divisors(math.gcd(*shares))
+
+
+def nearest_worlds(legal: list[int], world: int) -> list[int]:
+    """The two legal world sizes nearest to one that is not, ascending; fewer if there are."""
+    return sorted(sorted(legal, key=lambda w: (abs(w - world), w))[:2])
 
 
 def divisors(number: int) -> list[int]:

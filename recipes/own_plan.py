@@ -24,13 +24,12 @@ from recipes.planner.families import read_shape
 from recipes.planner.figure import Figure, exact
 from recipes.planner.hardware import Gpu, Nic, read_hardware
 from recipes.planner.measured import read_measured
-from recipes.planner.memory import MemoryPlan, checkpoint_bytes, plan_memory, savings
+from recipes.planner.memory import GIB, MemoryPlan, checkpoint_bytes, plan_memory, savings
 from recipes.planner.micro import planned_micro
 from recipes.planner.predict import predict
 from recipes.planner.traffic import sent_per_rank
 from recipes.planner.workload import Candidate, Cluster, Measured, Workload
 
-GIB = 2.0**30
 PREFLIGHT = Path("outputs/preflight.json")  # where `octet preflight` writes
 # Waiting for data is no part of any plan; up to so much of an update's time it is let pass.
 DATA_WAIT = 0.05

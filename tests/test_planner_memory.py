@@ -345,7 +345,7 @@ def test_a_checkpoint_is_what_the_recipe_plans_room_for() -> None:
 
 
 def test_host_memory_of_a_node() -> None:
-    items = {i.name: i for i in memory.host_memory(work(HF_XL), candidate(), cluster())}
+    items = {i.name: i for i in memory.host_memory(work(HF_XL), cluster())}
     assert items["model at the start"].bytes == 4 * 4 * XL
     assert items["copy for the background writer"].bytes == 12 * XL / 2
     assert items["rank processes"].source == items["readers"].source == "assumed"

@@ -11,7 +11,7 @@ from recipes.planner import network, traffic
 from recipes.planner.families import shape_of
 from recipes.planner.hardware import Nic, read_hardware
 from recipes.planner.network import breakdown, enough_bytes, one_call
-from recipes.planner.transfer import Op, Place
+from recipes.planner.transfer import Op, Place, Transfer, ring_share
 from recipes.planner.workload import Candidate, Cluster, Measured, Strategy, Workload
 
 MIB, GIB, MB = 2**20, 2**30, 1e6
@@ -31,7 +31,7 @@ def whole(cluster: Cluster) -> Place:
 
 def bus(op: Op, ranks: int, size: float, seconds: float) -> float:
     """GB/s as nccl-tests defines bus bandwidth."""
-    return traffic.ring_share(op, ranks) * size / seconds / 1e9
+    return ring_share(op, ranks) * size / seconds / 1e9
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_eight_a100s_lie_in_the_band(mib: int, gb_per_s: float) -> None:
     # stas00/ml-engineering, network/README.md. HOST_S and SLOW_LATENCY were fitted to this curve,
     # so it holds them only to themselves.
     found = one_call("all_reduce", mib * MIB, whole(NODE), NODE)
-    took = traffic.ring_share("all_reduce", 8) * mib * MIB / gb_per_s / 1e9
+    took = ring_share("all_reduce", 8) * mib * MIB / gb_per_s / 1e9
     assert found.low < took < found.high
     assert found.value == pytest.approx(took, rel=0.27)
     assert found.source == "table" and "a100-80gb's nvswitch" in found.basis
@@ -53,7 +53,7 @@ def test_p4d_lies_in_the_band(count: int, gb_per_s: float) -> None:
     # NVIDIA/nccl issue 527, 1 GiB over 8 A100s a node and 400 Gbit/s; nothing was fitted to it.
     cluster = nodes(count)
     found = one_call("all_reduce", GIB, whole(cluster), cluster)
-    took = traffic.ring_share("all_reduce", cluster.world) * GIB / gb_per_s / 1e9
+    took = ring_share("all_reduce", cluster.world) * GIB / gb_per_s / 1e9
     assert found.low < took < found.high
     assert found.value == pytest.approx(took, rel=0.10)
 
@@ -63,7 +63,7 @@ def test_that_p4d_is_below_its_network_at_more_nodes(count: int, gb_per_s: float
     # The same cluster gives only 0.6 of its line rate there, which no specification tells: only
     # a measured network does.
     cluster = nodes(count)
-    took = traffic.ring_share("all_reduce", cluster.world) * GIB / gb_per_s / 1e9
+    took = ring_share("all_reduce", cluster.world) * GIB / gb_per_s / 1e9
     assert one_call("all_reduce", GIB, whole(cluster), cluster).high < took
     measured = Measured(path="preflight.json", between_bytes_per_s=gb_per_s * 1e9)
     told = one_call("all_reduce", GIB, whole(cluster), replace(cluster, measured=measured))
@@ -184,7 +184,7 @@ def test_calls_follow_one_another() -> None:
     work = Workload(shape=shape, seq_len=1024, global_sequences=512)
     cluster = nodes(2, gpus=4)
 
-    def gradients(bucket: int) -> traffic.Transfer:
+    def gradients(bucket: int) -> Transfer:
         strategy = Strategy(name="", family="deepspeed", stage=1, bucket_elements=bucket)
         candidate = Candidate(strategy=strategy, micro=4)
         found = traffic.transfers(work, candidate, cluster)

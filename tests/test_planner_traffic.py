@@ -20,6 +20,7 @@ from recipes.planner import buckets, traffic
 from recipes.planner.families import shape_of
 from recipes.planner.hardware import Nic, read_hardware
 from recipes.planner.shape import Shape
+from recipes.planner.transfer import Op, Transfer, ring_share
 from recipes.planner.workload import Candidate, Cluster, Precision, Strategy, Workload
 
 GPU = read_hardware().gpu("a100-80gb")
@@ -57,7 +58,7 @@ LOSS_BYTES = 8  # the driver sums the loss in every update, the recipe only for 
 NAMES = {"all_gather": "all_gather_into_tensor", "reduce_scatter": "reduce_scatter_tensor"}
 
 
-def predicted(arm: str, accumulation: int, ranks: int) -> tuple[traffic.Transfer, ...]:
+def predicted(arm: str, accumulation: int, ranks: int) -> tuple[Transfer, ...]:
     strategy, precision = STRATEGIES[arm]
     work = Workload(
         shape=SHAPE,
@@ -141,7 +142,7 @@ def test_payloads_and_calls_are_those_of_the_real_engine(
     assert found["calls"] == calls
 
 
-def gloo_share(op: traffic.Op, ranks: int) -> float:
+def gloo_share(op: Op, ranks: int) -> float:
     """Bytes that gloo sends per rank, by the payload, where it is not the ring's share.
 
     A reduction to one rank scatters by a ring and then sends each rank's part to that one
@@ -149,7 +150,7 @@ def gloo_share(op: traffic.Op, ranks: int) -> float:
     """
     if op == "reduce":
         return (ranks - 1) / ranks * (1 + 1 / ranks)
-    return traffic.ring_share("all_reduce" if op == "reduce_scatter" else op, ranks)
+    return ring_share("all_reduce" if op == "reduce_scatter" else op, ranks)
 
 
 @pytest.mark.parametrize(("arm", "accumulation"), ROWS)
@@ -187,7 +188,7 @@ P = 1_557_611_200
 
 def of(
     strategy: Strategy, *, nodes: int = 2, gpus: int = 4, shape: Shape = XL, **more: Any
-) -> list[traffic.Transfer]:
+) -> list[Transfer]:
     cluster = Cluster(gpu=GPU, nodes=nodes, gpus=gpus, nic=NIC)
     work = Workload(shape=shape, seq_len=1024, global_sequences=512, **more)
     return list(traffic.transfers(work, Candidate(strategy=strategy, micro=4), cluster))
@@ -254,14 +255,19 @@ def test_tensor_parallelism_stays_in_the_node_and_data_groups_share_its_network(
     tensor = Strategy(name="", family="sharded", stage=1, tensor=2)
     found = {t.what: t for t in of(tensor, shape=shape)}
     inner = found["activations"]
-    assert (inner.op, inner.ranks, inner.per_node, inner.place.nodes) == ("all_reduce", 2, 2, 1)
+    assert (inner.op, inner.place.ranks, inner.place.per_node, inner.place.nodes) == (
+        "all_reduce",
+        2,
+        2,
+        1,
+    )
     assert inner.bytes == 4 * 1024 * 1536 * 2
     # 512 sequences over 4 data ranks, 4 at a time: 32 micro-batches of 2·24 + the embedding's.
     assert inner.calls == 32 * (2 * 24 + 1)
     outer = found["gradients"]
-    assert (outer.ranks, outer.per_node, outer.beside) == (4, 2, 2)
+    assert (outer.place.ranks, outer.place.per_node, outer.place.beside) == (4, 2, 2)
     with_sequence = of(replace(tensor, sequence=True), shape=shape)
-    scattered = [t for t in with_sequence if t.group == "tensor" and t.op != "all_reduce"]
+    scattered = [t for t in with_sequence if t.place.group == "tensor" and t.op != "all_reduce"]
     plain = [t for t in of(tensor, shape=shape) if t.what.startswith("activations")]
     same = sum(t.sent for t in scattered if t.what != "inputs again")
     assert same == pytest.approx(sum(t.sent for t in plain))
@@ -272,7 +278,7 @@ def test_a_pipeline_sends_activations_one_way_and_gradients_the_other() -> None:
     onward, back = found["activations onward"], found["gradients back"]
     assert onward.bytes == back.bytes == 4 * 1024 * 1600 * 2
     assert onward.calls == back.calls == 32  # 512 sequences over 4 data ranks, 4 at a time
-    assert (onward.per_node, onward.beside) == (1, 4)  # a stage fills a node
+    assert (onward.place.per_node, onward.place.beside) == (1, 4)  # a stage fills a node
     assert found["tied embedding"].bytes == 2 * 50257 * 1600
 
 

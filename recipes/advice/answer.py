@@ -20,7 +20,7 @@ from recipes.advice.sections import (
 from recipes.advice.sections_network import communication_section
 from recipes.advice.start_line import start_line
 from recipes.advice.would_fit import would_fit
-from recipes.planner.choose import Ranking, rank
+from recipes.planner.choose import Ranking, bare, rank
 from recipes.planner.scaling import scale
 from recipes.planner.workload import Candidate
 
@@ -120,7 +120,7 @@ def _strategy(ranking: Ranking, question: Question) -> dict[str, Any]:
 
 def _plain(candidate: Candidate) -> Candidate:
     """A candidate without what its strategy is called and which file has it."""
-    return replace(candidate, strategy=replace(candidate.strategy, name="", config=""))
+    return replace(candidate, strategy=bare(candidate.strategy))
 
 
 def differences(asked: Candidate, chosen: Candidate) -> list[str]:

@@ -6,30 +6,17 @@ from collections.abc import Iterable
 from typing import Any
 
 from recipes.planner.figure import Figure, exact
-from recipes.planner.memory import SOFT_HIGH, SOFT_LOW, Item
+from recipes.planner.memory import SOFT, SOFT_HIGH, SOFT_LOW, Item
 from recipes.planner.predict import Prediction
 from recipes.planner.transfer import Transfer
 
-SOFT = ("activations", "logits", "workspace")  # kinds of memory whose counts have a band
 # Host memory that nobody measured on a GPU machine: half to one and a half of it (assumed).
 HOST_LOW, HOST_HIGH = 0.5, 1.5
 
 
-def figure_json(figure: Figure) -> dict[str, Any]:
-    """A figure as the JSON holds it."""
-    return {
-        "value": figure.value,
-        "low": figure.low,
-        "high": figure.high,
-        "unit": figure.unit,
-        "source": figure.source,
-        "basis": figure.basis,
-    }
-
-
 def exact_json(value: float, unit: str, basis: str) -> dict[str, Any]:
     """What a formula gives from known inputs, as the JSON holds it."""
-    return figure_json(exact(value, unit, basis))
+    return exact(value, unit, basis).to_json()
 
 
 def row_json(row: Prediction) -> dict[str, Any]:
@@ -43,15 +30,15 @@ def row_json(row: Prediction) -> dict[str, Any]:
         "checkpointing": candidate.checkpointing,
         "attention": candidate.attention,
         "fits": row.memory.fits,
-        "update": figure_json(row.update),
-        "tokens_per_s": figure_json(row.tokens_per_s),
-        "mfu": figure_json(row.mfu),
-        "device": figure_json(row.memory.device),
-        "arithmetic": figure_json(row.micro.figure.times(row.accumulation, "s")),
-        "communication": figure_json(row.communication),
-        "exposed": figure_json(row.exposed),
-        "optimizer": figure_json(row.optimizer),
-        "parts": {name: figure_json(part) for name, part in part_figures(row).items()},
+        "update": row.update.to_json(),
+        "tokens_per_s": row.tokens_per_s.to_json(),
+        "mfu": row.mfu.to_json(),
+        "device": row.memory.device.to_json(),
+        "arithmetic": row.micro.figure.times(row.accumulation, "s").to_json(),
+        "communication": row.communication.to_json(),
+        "exposed": row.exposed.to_json(),
+        "optimizer": row.optimizer.to_json(),
+        "parts": {name: part.to_json() for name, part in part_figures(row).items()},
         "sent_per_rank": sent_json(transfer for transfer, _ in row.transfers),
         "bottleneck": row.bottleneck,
     }
@@ -80,7 +67,7 @@ def sent_json(transfers: Iterable[Transfer]) -> dict[str, Any]:
 
 def item_json(item: Item) -> dict[str, Any]:
     """A part of the memory as the JSON holds it."""
-    return {"name": item.name, "kind": item.kind, "bytes": figure_json(item_figure(item))}
+    return {"name": item.name, "kind": item.kind, "bytes": item_figure(item).to_json()}
 
 
 def item_figure(item: Item) -> Figure:

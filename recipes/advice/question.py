@@ -10,7 +10,7 @@ from recipes.advice.arm_file import read_arm_file
 from recipes.advice.machines import gpu_of, machines_of, nic_of
 from recipes.advice.wanted import Wanted, file_faults, length_faults, option_faults, worlds_of
 from recipes.config import Batch, Run
-from recipes.objective import legal_worlds
+from recipes.objective import legal_worlds, nearest_worlds
 from recipes.planner.families import read_shape
 from recipes.planner.hardware import Gpu, Nic, read_hardware
 from recipes.planner.measured import missing, read_measured
@@ -250,7 +250,7 @@ def _batch_faults(run: Run, world: int) -> list[str]:
     legal = legal_worlds(single, lanes=run.data.lanes, workers=run.data.workers)
     if world in legal:
         return []
-    nearest = sorted(sorted(legal, key=lambda w: (abs(w - world), w))[:2])
+    nearest = nearest_worlds(legal, world)
     return [
         f"{world} GPUs can't share batch.global_sequences={run.batch.global_sequences} and "
         f"data.lanes={run.data.lanes} equally at any micro-batch; legal: "

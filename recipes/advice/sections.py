@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from recipes.advice.plain import exact_json, figure_json, item_figure, item_json, row_json
+from recipes.advice.plain import exact_json, item_figure, item_json, row_json
 from recipes.advice.question import Question
-from recipes.objective import divisors, legal_worlds
+from recipes.advice.start_line import evaluation_for
+from recipes.objective import divisors, legal_worlds, nearest_worlds
 from recipes.planner import memory, money
 from recipes.planner.figure import Figure, exact, total
 from recipes.planner.memory import SOFT_HIGH, SOFT_LOW, MemoryPlan
@@ -29,17 +30,17 @@ def memory_section(question: Question, chosen: Prediction) -> dict[str, Any]:
         "capacity": _table(plan.capacity, f"{cluster.gpu.name}: {cluster.gpu.source}"),
         "usable": _table(plan.usable, share),
         "fits": plan.fits,
-        "allocated": figure_json(plan.allocated),
-        "reserved": figure_json(plan.reserved),
-        "device": figure_json(plan.device),
+        "allocated": plan.allocated.to_json(),
+        "reserved": plan.reserved.to_json(),
+        "device": plan.device.to_json(),
         "peak": plan.peak.name,
         "largest_item": plan.bottleneck,
         "phases": [
             {
                 "name": phase.name,
-                "allocated": figure_json(
-                    total([item_figure(item) for item in phase.items], "B", "all of its parts")
-                ),
+                "allocated": total(
+                    [item_figure(item) for item in phase.items], "B", "all of its parts"
+                ).to_json(),
                 "items": [item_json(item) for item in phase.items],
             }
             for phase in plan.phases
@@ -49,28 +50,24 @@ def memory_section(question: Question, chosen: Prediction) -> dict[str, Any]:
             {"what": s.what, "bytes": _saved(s.bytes, plan), "how": s.how, "cost": s.cost}
             for s in memory.savings(work, candidate, cluster, traced=traced)
         ],
-        "host": [item_json(item) for item in memory.host_memory(work, candidate, cluster)],
+        "host": [item_json(item) for item in memory.host_memory(work, cluster)],
         "checkpoint_bytes": exact_json(saved, "B", "12 B a parameter: weight and moments in fp32"),
     }
 
 
 def _table(size: float, basis: str) -> dict[str, Any]:
-    return figure_json(
-        Figure(value=size, low=size, high=size, unit="B", source="table", basis=basis)
-    )
+    return Figure(value=size, low=size, high=size, unit="B", source="table", basis=basis).to_json()
 
 
 def _saved(size: float, plan: MemoryPlan) -> dict[str, Any]:
-    return figure_json(
-        Figure(
-            value=size,
-            low=size * (1 - SOFT_LOW),
-            high=size * (1 + SOFT_HIGH),
-            unit="B",
-            source=plan.allocated.source,
-            basis="difference of two peaks; off as activations are at the most",
-        )
-    )
+    return Figure(
+        value=size,
+        low=size * (1 - SOFT_LOW),
+        high=size * (1 + SOFT_HIGH),
+        unit="B",
+        source=plan.allocated.source,
+        basis="difference of two peaks; off as activations are at the most",
+    ).to_json()
 
 
 def batch_section(question: Question, chosen: Prediction) -> dict[str, Any]:
@@ -80,7 +77,6 @@ def batch_section(question: Question, chosen: Prediction) -> dict[str, Any]:
     ranks = candidate.data_ranks(world)
     batch = run.batch.model_copy(update={"micro": candidate.micro})
     legal = legal_worlds(batch, lanes=run.data.lanes, workers=run.data.workers)
-    nearest = sorted(sorted(legal, key=lambda w: (abs(w - ranks), w))[:2])
     return {
         "asked_micro": run.batch.micro,
         "micro": candidate.micro,
@@ -90,18 +86,10 @@ def batch_section(question: Question, chosen: Prediction) -> dict[str, Any]:
         "global_tokens": work.global_tokens,
         "legal_worlds": legal,
         "world_is_legal": ranks in legal,
-        "nearest_legal": nearest,
-        "evaluate_sequences": _evaluate(question, ranks * candidate.micro),
+        "nearest_legal": nearest_worlds(legal, ranks),
+        "evaluate_sequences": evaluation_for(run, candidate, world),
         "ladder": _ladder(question, candidate, work.global_sequences // ranks),
     }
-
-
-def _evaluate(question: Question, multiple: int) -> int | None:
-    """What evaluate.sequences must be changed to for this micro-batch; None where it may stay."""
-    evaluate = question.run.evaluate
-    if evaluate is None or evaluate.sequences % multiple == 0:
-        return None
-    return -(-evaluate.sequences // multiple) * multiple
 
 
 def _ladder(question: Question, candidate: Candidate, share: int) -> list[dict[str, Any]]:
@@ -114,7 +102,7 @@ def _ladder(question: Question, candidate: Candidate, share: int) -> list[dict[s
             {
                 "micro": micro,
                 "accumulation": share // micro,
-                "device": figure_json(plan.device),
+                "device": plan.device.to_json(),
                 "fits": plan.fits,
             }
         )
@@ -141,20 +129,20 @@ def cost_section(question: Question, chosen: Prediction) -> dict[str, Any]:
     return {
         "samples": run.schedule.samples,
         "updates": cost.updates,
-        "tokens": figure_json(cost.tokens),
+        "tokens": cost.tokens.to_json(),
         "tokens_per_sample": None
         if cost.tokens_per_sample is None
-        else figure_json(cost.tokens_per_sample),
-        "update": figure_json(chosen.update),
-        "days": figure_json(cost.days),
-        "gpu_hours": figure_json(cost.gpu_hours),
-        "price": None if cost.price is None else figure_json(cost.price),
+        else cost.tokens_per_sample.to_json(),
+        "update": chosen.update.to_json(),
+        "days": cost.days.to_json(),
+        "gpu_hours": cost.gpu_hours.to_json(),
+        "price": None if cost.price is None else cost.price.to_json(),
         "checkpoint": {
-            "mtbf_hours_per_gpu": figure_json(mtbf),
-            "failures_expected": figure_json(money.failures(cost.gpu_hours, mtbf)),
-            "stall": figure_json(save.stall),
-            "written": figure_json(save.written),
-            "restart": figure_json(save.restart),
+            "mtbf_hours_per_gpu": mtbf.to_json(),
+            "failures_expected": money.failures(cost.gpu_hours, mtbf).to_json(),
+            "stall": save.stall.to_json(),
+            "written": save.written.to_json(),
+            "restart": save.restart.to_json(),
             "best": _interval_json(best),
             "own": _interval_json(money.interval_of(own, save, mtbf, world, chosen.update)),
         },
@@ -163,9 +151,9 @@ def cost_section(question: Question, chosen: Prediction) -> dict[str, Any]:
 
 def _interval_json(interval: money.Interval) -> dict[str, Any]:
     return {
-        "seconds": figure_json(interval.seconds),
+        "seconds": interval.seconds.to_json(),
         "updates": interval.updates,
-        "loss": figure_json(interval.loss),
+        "loss": interval.loss.to_json(),
         "progresses": interval.progresses,
     }
 
@@ -185,7 +173,7 @@ def scaling_section(question: Question, points: Sequence[Point], updates: int) -
                 "strong": None if point.strong is None else row_json(point.strong),
                 "days": None
                 if point.strong is None
-                else figure_json(point.strong.update.times(updates / money.DAY, "days")),
+                else point.strong.update.times(updates / money.DAY, "days").to_json(),
                 "efficiency_weak": _efficiency(point, point.weak, point.efficiency_weak, base),
                 "efficiency_strong": _efficiency(
                     point, point.strong, point.efficiency_strong, base
@@ -206,13 +194,11 @@ def _efficiency(
         return None
     first, rate, grown = base.strong.tokens_per_s, there.tokens_per_s, point.world / base.world
     ends = [value, rate.low / first.low / grown, rate.high / first.high / grown]
-    return figure_json(
-        Figure(
-            value=value,
-            low=min(ends),
-            high=max(ends),
-            unit="",
-            source=rate.source,
-            basis=f"tokens/s per GPU by that of {base.world:,} GPUs, both at the same end",
-        )
-    )
+    return Figure(
+        value=value,
+        low=min(ends),
+        high=max(ends),
+        unit="",
+        source=rate.source,
+        basis=f"tokens/s per GPU by that of {base.world:,} GPUs, both at the same end",
+    ).to_json()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from recipes.advice.plain import exact_json, figure_json, sent_json
+from recipes.advice.plain import exact_json, sent_json
 from recipes.advice.question import Question
 from recipes.planner import network, traffic
 from recipes.planner.figure import Figure, total
@@ -33,14 +33,14 @@ def communication_section(question: Question, chosen: Prediction) -> dict[str, A
             "flat": exact_json(flat, "B", "one ring: all that a rank sends crosses"),
             "hierarchical": exact_json(hierarchical, "B", "a node's sum crosses: 2(k-1)/k x S"),
         },
-        "levels": {name: figure_json(level) for name, level in _levels(cluster, chosen).items()},
-        "communication": figure_json(chosen.communication),
-        "exposed": figure_json(chosen.exposed),
-        "hidden": figure_json(_hidden(chosen)),
-        "exposed_share": figure_json(communication_share(chosen)),
-        "negligible_accumulation": None if negligible is None else figure_json(negligible),
+        "levels": {name: level.to_json() for name, level in _levels(cluster, chosen).items()},
+        "communication": chosen.communication.to_json(),
+        "exposed": chosen.exposed.to_json(),
+        "hidden": _hidden(chosen).to_json(),
+        "exposed_share": communication_share(chosen).to_json(),
+        "negligible_accumulation": None if negligible is None else negligible.to_json(),
         "auto_bucket_elements": work.shape.width**2,  # what Accelerate makes of "auto"
-        "enough_bucket_bytes": None if enough is None else figure_json(enough),
+        "enough_bucket_bytes": None if enough is None else enough.to_json(),
         "bucket_elements": strategy.bucket_elements or None,
         "bucket_bytes": strategy.bucket_elements * width or None,
         "compared": _compared(question, chosen),
@@ -53,12 +53,12 @@ def _transfer_json(transfer: Transfer, seconds: Figure) -> dict[str, Any]:
         "op": transfer.op,
         "bytes": exact_json(transfer.bytes, "B", "payload of a call, the mean where they differ"),
         "calls": transfer.calls,
-        "group": transfer.group,
-        "ranks": transfer.ranks,
+        "group": transfer.place.group,
+        "ranks": transfer.place.ranks,
         "when": transfer.when,
         "hides_behind": transfer.hides_behind,
         "sent": sent_json([transfer]),
-        "seconds": figure_json(seconds),
+        "seconds": seconds.to_json(),
     }
 
 
@@ -87,11 +87,11 @@ def _levels(cluster: Cluster, chosen: Prediction) -> dict[str, Figure]:
     """Seconds of all payload by where it travels, hierarchically and as one ring; and latency."""
     parts: dict[str, list[Figure]] = {"within": [], "between": [], "flat": [], "latency": []}
     for transfer, _ in chosen.transfers:
-        part, got = network.breakdown(transfer, cluster), network.rates(transfer.place, cluster)
-        link, outside = _bands(transfer, cluster)
-        slow = got.network_bytes_per_s < (
-            got.link_bytes_per_s if transfer.per_node > 1 else math.inf
-        )
+        place = transfer.place
+        part, got = network.breakdown(transfer, cluster), network.rates(place, cluster)
+        off = network.bands(transfer.op, got, cluster)
+        link, outside = (off.link, off.link_worst), (off.network, off.network)
+        slow = got.network_bytes_per_s < (got.link_bytes_per_s if place.per_node > 1 else math.inf)
         for name, seconds, (best, worst) in (
             ("within", part.within_s, link),
             ("between", part.between_s, outside),
@@ -103,7 +103,7 @@ def _levels(cluster: Cluster, chosen: Prediction) -> dict[str, Figure]:
                     value=seconds, low=low, high=high, unit="s", source=got.source, basis=got.basis
                 )
             )
-        call = network.one_call(transfer.op, 0.0, transfer.place, cluster).times(transfer.calls)
+        call = network.one_call(transfer.op, 0.0, place, cluster).times(transfer.calls)
         parts["latency"].append(
             Figure(
                 value=part.latency_s,
@@ -123,22 +123,6 @@ def _levels(cluster: Cluster, chosen: Prediction) -> dict[str, Figure]:
     return {name: total(found, "s", bases[name]) for name, found in parts.items()}
 
 
-Band = tuple[float, float]  # shares by which a rate may be higher, and lower
-
-
-def _bands(transfer: Transfer, cluster: Cluster) -> tuple[Band, Band]:
-    """How far the rates within a node and between nodes may be off, as `network.one_call` has."""
-    got = network.rates(transfer.place, cluster)
-    if got.measured:
-        best = outside = network.MEASURED_BAND
-    else:
-        best = network.PCIE_LINK_BAND if got.pcie else network.LINK_BAND
-        outside = network.NETWORK_BAND
-    gathers = transfer.op != "all_reduce" and (got.measured or cluster.gpu.link == "nvswitch")
-    worst = max(best, network.GATHER_LINK_BAND) if gathers else best
-    return (best, worst), (outside, outside)
-
-
 def _enough(question: Question, chosen: Prediction) -> Figure | None:
     """Bytes a gradient bucket should have so that latency is at most so much of its reduction."""
     cluster = question.cluster
@@ -147,7 +131,10 @@ def _enough(question: Question, chosen: Prediction) -> Figure | None:
             place = transfer.place
             enough = network.enough_bytes(transfer.op, LATENCY_SHARE, place, cluster)
             call = network.one_call(transfer.op, 0.0, place, cluster)
-            best, worst = _bands(transfer, cluster)[0 if place.nodes == 1 else 1]
+            off = network.bands(transfer.op, network.rates(place, cluster), cluster)
+            within = place.nodes == 1
+            best = off.link if within else off.network
+            worst = off.link_worst if within else off.network
             return Figure(
                 value=enough,
                 low=enough * call.low / call.value * (1 - worst),

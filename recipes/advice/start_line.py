@@ -90,7 +90,13 @@ def changed_keys(run: Run, candidate: Candidate, precision: Precision, world: in
         bucket_mb = 4 * strategy.bucket_elements // MIB  # gradients are fp32
         if bucket_mb and run.ddp.bucket_cap_mb != bucket_mb:
             found.append(f"ddp.bucket_cap_mb={bucket_mb}")
+    sequences = evaluation_for(run, candidate, world)
+    return found + ([f"evaluate.sequences={sequences}"] if sequences is not None else [])
+
+
+def evaluation_for(run: Run, candidate: Candidate, world: int) -> int | None:
+    """What evaluate.sequences must be raised to for this micro-batch; None where it may stay."""
     multiple = candidate.data_ranks(world) * candidate.micro
-    if run.evaluate is not None and run.evaluate.sequences % multiple:
-        found.append(f"evaluate.sequences={-(-run.evaluate.sequences // multiple) * multiple}")
-    return found
+    if run.evaluate is None or run.evaluate.sequences % multiple == 0:
+        return None
+    return -(-run.evaluate.sequences // multiple) * multiple

@@ -26,14 +26,14 @@ from recipes.planner.workload import Candidate, Cluster, Workload
 TRAINING_SHAPES = 0.85
 FILL = 128
 TILE = 128  # rows and columns of a product that one multiprocessor works on
-SPLIT = 0.8
+SPLIT = 0.8  # share of a full wave that a product split along its inner dimension gets (assumed)
 # A product whose rows are not 16 bytes apart falls off the tensor cores' fast path. nanoGPT's
 # author measured a whole step 25 % faster for 124 M parameters when 50,257 became 50,304, where the
 # head is a third of the arithmetic: about half the rate.
 # torch.compile pads such products (inductor's shape_padding).
 UNALIGNED_MATMUL = {"torch": 0.5, "fused": 0.9}
-FP32_SHARE = 0.95  # assumed
 ALIGNMENT = 8  # elements of 16 bits
+FP32_SHARE = 0.95  # assumed
 # Causal flash attention by the matmul rate, and the sequence at which it reaches half of that.
 # llm-foundry, 512 to 65,536 tokens. FlashAttention-2 with heads of 128 reaches a quarter more.
 FLASH_FORWARD, FLASH_BACKWARD = 0.52, 0.42

@@ -204,21 +204,14 @@ def _faults(family: str, values: dict[str, Any], where: str) -> list[str]:
 
 
 def _gpt2(family: str, values: dict[str, Any]) -> Shape:
-    width, heads = values["n_embd"], values["n_head"]
+    width = values["n_embd"]
     return Shape(
-        family=family,
-        layers=values["n_layer"],
-        width=width,
-        heads=heads,
-        kv_heads=heads,
-        head_dim=width // heads,
+        **_common(family, values, width, values["n_layer"], values["n_head"]),
         ffn=values["n_inner"] or 4 * width,
-        vocab=values["vocab_size"],
         positions=values["n_positions"],
         qkv_bias=True,
         out_bias=True,
         mlp_bias=True,
-        tied=values["tie_word_embeddings"],
         activation=values["activation_function"],
         dropout=max(values["resid_pdrop"], values["embd_pdrop"]),
         attention_dropout=values["attn_pdrop"],
@@ -228,21 +221,13 @@ def _gpt2(family: str, values: dict[str, Any]) -> Shape:
 
 
 def _opt(family: str, values: dict[str, Any]) -> Shape:
-    width, heads = values["hidden_size"], values["num_attention_heads"]
     return Shape(
-        family=family,
-        layers=values["num_hidden_layers"],
-        width=width,
-        heads=heads,
-        kv_heads=heads,
-        head_dim=width // heads,
+        **_hidden(family, values),
         ffn=values["ffn_dim"],
-        vocab=values["vocab_size"],
         positions=values["max_position_embeddings"] + 2,  # two rows that are never used
         qkv_bias=True,
         out_bias=True,
         mlp_bias=True,
-        tied=values["tie_word_embeddings"],
         activation=values["activation_function"],
         dropout=values["dropout"],
         attention_dropout=values["attention_dropout"],
@@ -250,20 +235,12 @@ def _opt(family: str, values: dict[str, Any]) -> Shape:
 
 
 def _gpt_neox(family: str, values: dict[str, Any]) -> Shape:
-    width, heads = values["hidden_size"], values["num_attention_heads"]
     return Shape(
-        family=family,
-        layers=values["num_hidden_layers"],
-        width=width,
-        heads=heads,
-        kv_heads=heads,
-        head_dim=width // heads,
+        **_hidden(family, values),
         ffn=values["intermediate_size"],
-        vocab=values["vocab_size"],
         qkv_bias=values["attention_bias"],
         out_bias=values["attention_bias"],
         mlp_bias=True,
-        tied=values["tie_word_embeddings"],
         activation=values["hidden_act"],
         dropout=values["hidden_dropout"],
         attention_dropout=values["attention_dropout"],
@@ -273,24 +250,38 @@ def _gpt_neox(family: str, values: dict[str, Any]) -> Shape:
 
 
 def _llama_like(family: str, values: dict[str, Any]) -> Shape:
-    width, heads = values["hidden_size"], values["num_attention_heads"]
     bias = values.get("attention_bias", family == "qwen2")
     return Shape(
-        family=family,
-        layers=values["num_hidden_layers"],
-        width=width,
-        heads=heads,
-        kv_heads=values["num_key_value_heads"] or heads,
-        head_dim=values["head_dim"] or width // heads,
+        **_hidden(family, values),
         ffn=values["intermediate_size"],
-        vocab=values["vocab_size"],
         gated=True,
         norm="rms",
         qk_norm=family == "qwen3",
         qkv_bias=bias,
         out_bias=bias and family != "qwen2",
         mlp_bias=values.get("mlp_bias", False),
-        tied=values["tie_word_embeddings"],
         activation=values["hidden_act"],
         attention_dropout=values["attention_dropout"],
     )
+
+
+def _hidden(family: str, values: dict[str, Any]) -> dict[str, Any]:
+    """`_common` under the names that all families but gpt2 use."""
+    names = ("hidden_size", "num_hidden_layers", "num_attention_heads")
+    return _common(family, values, *(values[name] for name in names))
+
+
+def _common(
+    family: str, values: dict[str, Any], width: int, layers: int, heads: int
+) -> dict[str, Any]:
+    """The part of a shape that every family has."""
+    return {
+        "family": family,
+        "layers": layers,
+        "width": width,
+        "heads": heads,
+        "kv_heads": values.get("num_key_value_heads") or heads,
+        "head_dim": values.get("head_dim") or width // heads,
+        "vocab": values["vocab_size"],
+        "tied": values["tie_word_embeddings"],
+    }

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
 
 Source = Literal["formula", "traced", "measured", "table", "assumed"]
 # A result is no better founded than the weakest number in it.
@@ -42,6 +42,10 @@ class Figure:
             source=self.source,
             basis=basis or self.basis,
         )
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON holds it: its attributes by name."""
+        return asdict(self)
 
     def inverse(self, numerator: float, unit: str, basis: str) -> Figure:
         """`numerator / figure`: a rate from a time, or a time from a rate."""

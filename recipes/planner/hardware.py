@@ -20,6 +20,7 @@ from recipes.runfile import describe, read_yaml
 LEAST_RATE, MOST_RATE = 1e9, 1e18
 # Of a network that is named by its rate: slower ones train nothing, faster ones don't exist.
 LEAST_BITS, MOST_BITS = 1e8, 1e14
+NET_S = 15e-6  # of a message between nodes, where nothing says it: assumed
 Rate = Annotated[float, Field(ge=LEAST_RATE, le=MOST_RATE)]
 
 
@@ -61,7 +62,7 @@ class Nic(Entry):
     """All of one node's network together."""
 
     bits_per_s: float = Field(ge=1e6, le=MOST_BITS)
-    latency_s: float = Field(default=15e-6, ge=1e-9, le=1)  # of one message between nodes
+    latency_s: float = Field(default=NET_S, ge=1e-9, le=1)  # of one message between nodes
     share: float = Field(default=0.85, ge=0.01, le=1)  # of the line rate that large messages get
 
 
@@ -119,8 +120,9 @@ def read_hardware(extra: str | Path | None = None) -> Hardware:
     gpus, nics, faults = _entries(read_yaml(Path(str(shipped))), str(shipped))
     if extra is not None:
         more_gpus, more_nics, found = _entries(read_yaml(extra), str(extra))
-        gpus, nics, faults = {**more_gpus, **gpus}, {**more_nics, **nics}, faults + found
-        gpus, nics = gpus | more_gpus, nics | more_nics  # replaced where they stand, in front
+        faults += found
+        # In front, so that a driver's name is theirs where both know it.
+        gpus, nics = more_gpus | gpus | more_gpus, more_nics | nics | more_nics
     if faults:
         raise ValueError("\n".join(faults))
     return Hardware(gpus, nics)

@@ -29,6 +29,8 @@ OUTSIDE_MORE = (1.75, 1.1, 2.25)
 # model. Above: kernels' workspaces, and what other versions keep: measured peaks of old stacks lie
 # 3 to 15 % above a traced one.
 SOFT_LOW, SOFT_HIGH = 0.01, 0.15
+COUNTED = ("activations", "logits")  # kinds that a trace counts
+SOFT = (*COUNTED, "workspace")
 # Estimates without context and fragmentation below 80 % of a GPU's memory never ran out in 454 runs
 # (Fujii 2024, arXiv 2411.06465); both are counted here.
 USABLE = 0.92
@@ -141,7 +143,7 @@ def plan_memory(
 def _items(loads: Iterable[Load], source: Source) -> Iterable[Item]:
     for name, kind, size in loads:
         if size:
-            counted = kind in ("activations", "logits")
+            counted = kind in COUNTED
             yield Item(
                 name=name,
                 kind=kind,
@@ -170,7 +172,7 @@ def _levels(phases: Phases, world: int, source: Source) -> tuple[Figure, Figure,
     """Allocated, reserved, device."""
     loads = max(phases.values(), key=sum_of)
     value = sum_of(loads)
-    soft = sum_of(load for load in loads if load[1] in ("activations", "logits", "workspace"))
+    soft = sum_of(load for load in loads if load[1] in SOFT)
     allocated = Figure(
         value=value,
         low=value - SOFT_LOW * soft,
@@ -276,9 +278,11 @@ def checkpoint_bytes(shape: Shape) -> float:
     return float(CHECKPOINT_BYTES * shape.parameters)
 
 
-def host_memory(work: Workload, candidate: Candidate, cluster: Cluster) -> tuple[Item, ...]:
-    """Bytes of one node's memory: processes, readers, model at the start, checkpoint's copy."""
-    del candidate  # every strategy shares the checkpoint out evenly among ranks
+def host_memory(work: Workload, cluster: Cluster) -> tuple[Item, ...]:
+    """Bytes of one node's memory: processes, readers, model at the start, checkpoint's copy.
+
+    Every strategy shares the checkpoint out evenly among its ranks.
+    """
     gpus, number = cluster.gpus, work.shape.parameters
     share = checkpoint_bytes(work.shape) * gpus / cluster.world
     start = "each rank builds it in fp32 before it goes to the GPU; free afterwards"

@@ -168,13 +168,12 @@ def saving(checkpoint_bytes: float, world: int, policy: Checkpoint) -> Save:
     copy = HOST_COPY.inverse(
         checkpoint_bytes / world, "s", f"checkpoint / GPUs / {HOST_COPY.basis}"
     )
-    write = DISK.inverse(checkpoint_bytes, "s", f"checkpoint / {DISK.basis}")
-    load = DISK.inverse(checkpoint_bytes, "s", f"checkpoint / {DISK.basis}")
+    disk = DISK.inverse(checkpoint_bytes, "s", f"checkpoint / {DISK.basis}")
     blocking = policy.write == "blocking"
     return Save(
-        stall=write if blocking else copy,
-        written=write if blocking else total((copy, write), "s", "copied, then written"),
-        restart=total((RESTART, load), "s", f"{RESTART.basis}, loading the checkpoint"),
+        stall=disk if blocking else copy,
+        written=disk if blocking else total((copy, disk), "s", "copied, then written"),
+        restart=total((RESTART, disk), "s", f"{RESTART.basis}, loading the checkpoint"),
     )
 
 

@@ -19,6 +19,7 @@ import math
 from dataclasses import dataclass, replace
 
 from recipes.planner.figure import Figure, Source
+from recipes.planner.hardware import NET_S
 from recipes.planner.protocols import PROTOCOLS, Algorithm, Protocol
 from recipes.planner.transfer import Op, Place, Transfer, ring_share
 from recipes.planner.workload import Cluster
@@ -38,7 +39,6 @@ PCIE_LINK_BAND = 0.4
 GATHER_LINK_BAND = 0.20
 # A preflight's rates change by this much from run to run (assumed).
 MEASURED_BAND = 0.10
-DEFAULT_NET_S = 15e-6  # as Nic.latency_s
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +96,7 @@ def rates(place: Place, cluster: Cluster) -> Rates:
     return Rates(
         link_bytes_per_s=link,
         network_bytes_per_s=network / place.beside,
-        net_s=nic.latency_s if nic is not None else DEFAULT_NET_S,
+        net_s=nic.latency_s if nic is not None else NET_S,
         pcie=gpu.link == "pcie",
         small_s=small,
         measured=bool(named) and named[-1][0] == "measured",
@@ -186,6 +186,25 @@ class _Ways:
         return replace(self, got=got)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Bands:
+    """Shares by which rates may be off: within a node up and down, between nodes either way."""
+
+    link: float
+    link_worst: float
+    network: float
+
+
+def bands(op: Op, got: Rates, cluster: Cluster) -> Bands:
+    """How far the rates of `rates` may be off for a call."""
+    table_band = PCIE_LINK_BAND if got.pcie else LINK_BAND
+    link = worst = MEASURED_BAND if got.measured else table_band
+    if op != "all_reduce" and (got.measured or cluster.gpu.link == "nvswitch"):
+        worst = GATHER_LINK_BAND
+    network = MEASURED_BAND if got.measured else NETWORK_BAND
+    return Bands(link=link, link_worst=worst, network=network)
+
+
 def one_call(op: Op, num_bytes: float, place: Place, cluster: Cluster) -> Figure:
     """Seconds of one call with a payload of `num_bytes`."""
     got = rates(place, cluster)
@@ -196,18 +215,14 @@ def one_call(op: Op, num_bytes: float, place: Place, cluster: Cluster) -> Figure
     # was: as a ring's rate.
     taken = (1.0 if nodes == 2 else 2.0) if sums and not measured else None
     value = ways.best(tree=taken)
-    table_band = PCIE_LINK_BAND if got.pcie else LINK_BAND
-    link = worst = MEASURED_BAND if measured else table_band
-    network = MEASURED_BAND if measured else NETWORK_BAND
-    if op != "all_reduce" and (measured or cluster.gpu.link == "nvswitch"):
-        worst = GATHER_LINK_BAND
+    off = bands(op, got, cluster)
     bound = ring_share(op, nodes) if nodes > 1 and not measured else None
-    low = ways.at(link, network).best(
+    low = ways.at(off.link, off.network).best(
         tree=bound if op in ("all_reduce", "all_gather", "reduce_scatter") else None,
         host=0.0,
         piped=True,
     )
-    high = ways.at(-worst, -network).best(
+    high = ways.at(-off.link_worst, -off.network).best(
         tree=2.0 if sums and nodes > 2 else None, slow=SLOW_LATENCY, host=SLOW_LATENCY
     )
     return Figure(

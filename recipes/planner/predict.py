@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from recipes.planner import network, traffic
 from recipes.planner.compute import MicroTime, micro_step, optimizer_seconds
-from recipes.planner.figure import Figure, exact, total
+from recipes.planner.figure import Figure, total
 from recipes.planner.memory import MemoryPlan, plan_memory
 from recipes.planner.traced import Traced
-from recipes.planner.traffic import Transfer
+from recipes.planner.transfer import Transfer
 from recipes.planner.workload import Candidate, Cluster, Workload
 
 # A step waits for its slowest rank: share of the arithmetic per doubling of nodes. Chosen on
@@ -169,7 +169,7 @@ def _exposed(timed: Timed, micro: MicroTime, accumulation: int) -> Figure:
         high=max(left(lambda s: s.high), value),
         unit="s",
         source=total(figures, "s", "").source,
-        basis="what no arithmetic hides, and 15 % of what it does",
+        basis=f"what no arithmetic hides, and {100 * CONTENTION:.0f} % of what it does",
     )
 
 
@@ -209,15 +209,12 @@ def _left(
 
 def communication_share(prediction: Prediction) -> Figure:
     """Exposed communication by the update time, between 0 and 1."""
-    share = prediction.exposed.value / prediction.update.value
-    low = prediction.exposed.low / prediction.update.high
-    high = min(1.0, prediction.exposed.high / prediction.update.low)
-    base = exact(share, "", "exposed communication by the update time")
+    exposed, update = prediction.exposed, prediction.update
     return Figure(
-        value=base.value,
-        low=low,
-        high=high,
+        value=exposed.value / update.value,
+        low=exposed.low / update.high,
+        high=min(1.0, exposed.high / update.low),
         unit="",
-        source=prediction.exposed.source,
-        basis=base.basis,
+        source=exposed.source,
+        basis="exposed communication by the update time",
     )

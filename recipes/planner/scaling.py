@@ -71,9 +71,10 @@ def scale(
             grown = replace(work, global_sequences=share * ranks)
             weak = predict(grown, base.candidate, there[world], traced=traced)
         note = ""
-        if strong[world] is not None and weak is not None and world != cluster.world:
-            note = _note(grown, candidate, weak, strong[world], there[world], traced)
-        points.append(_point(world, there[world], weak, strong[world], per_gpu, note, lanes))
+        same = strong[world]
+        if same is not None and weak is not None and world != cluster.world:
+            note = _note(grown, candidate, weak, same, there[world], traced)
+        points.append(_point(world, there[world], weak, same, per_gpu, note, lanes))
     return tuple(points)
 
 
@@ -121,12 +122,11 @@ def _note(
     work: Workload,
     candidate: Candidate,
     weak: Prediction,
-    strong: Prediction | None,
+    strong: Prediction,
     cluster: Cluster,
     traced: Traced | None,
 ) -> str:
     """What to change at this size; `work` is the weak point's."""
-    assert strong is not None
     if strong.candidate.micro < candidate.micro and strong.accumulation == 1:
         left = strong.candidate.micro
         plural = "s" if left > 1 else ""

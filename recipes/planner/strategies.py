@@ -18,28 +18,27 @@ FSDP2 = Strategy(name="FSDP2", family="fsdp2", stage=3, overlap=True)
 
 def data_parallel(precision: Precision) -> tuple[Strategy, ...]:
     """Strategies that keep a layer whole on every rank."""
-    name = precision
     shipped = precision != "fp32"  # no file of accelerate_configs/ trains in fp32
     zero1 = Strategy(
         name="ZeRO-1",
         family="deepspeed",
         stage=1,
         bucket_elements=BUCKET,
-        config=f"accelerate_configs/zero1_{name}.yaml" if shipped else "",
+        config=f"accelerate_configs/zero1_{precision}.yaml" if shipped else "",
     )
     ddp = Strategy(
         name="DDP",
         family="ddp",
         bucket_elements=DDP_BUCKET,
         overlap=True,
-        config=f"accelerate_configs/ddp_{name}.yaml" if shipped else "",
+        config=f"accelerate_configs/ddp_{precision}.yaml" if shipped else "",
     )
-    zero0_file = "accelerate_configs/zero0_fp16.yaml" if name == "fp16" else ""
+    zero0_file = "accelerate_configs/zero0_fp16.yaml" if precision == "fp16" else ""
     plain = replace(zero1, config="")
     return (
         zero1,
         replace(zero1, name="ZeRO-1, overlap_comm", overlap=True),
-        replace(zero1, name="ZeRO-1, less traffic", less_traffic=True, config=_less(name)),
+        replace(zero1, name="ZeRO-1, less traffic", less_traffic=True, config=_less(precision)),
         replace(zero1, name="ZeRO-0", stage=0, bucket_elements=0, config=zero0_file),
         ddp,
         replace(ddp, name="DDP, 16 bit on the wire", compress=True),
@@ -51,8 +50,8 @@ def data_parallel(precision: Precision) -> tuple[Strategy, ...]:
     )
 
 
-def _less(name: str) -> str:
-    return "ds_configs/zero1_fp16_less_traffic.json" if name == "fp16" else ""
+def _less(precision: Precision) -> str:
+    return "ds_configs/zero1_fp16_less_traffic.json" if precision == "fp16" else ""
 
 
 def model_parallel(cluster: Cluster) -> tuple[Strategy, ...]:

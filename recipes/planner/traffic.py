@@ -21,8 +21,6 @@ from recipes.planner.buckets import bucket_calls, elements, stage3_gathers
 from recipes.planner.transfer import Hides, Op, Place, Transfer, group_place, ring_share
 from recipes.planner.workload import Candidate, Cluster, Strategy, Workload
 
-__all__ = ["Op", "Transfer", "ring_share", "sent_between_nodes", "sent_per_rank", "transfers"]
-
 # recipes/engine/update.py, `Announcement`: seven counts and flags of int64.
 ANNOUNCEMENT_BYTES = 7 * 8
 # Groups of parameters: with and without weight decay (recipes/engine/build.py). DeepSpeed reduces a
@@ -70,8 +68,8 @@ def sent_between_nodes(
     flat = hierarchical = 0.0
     for t in transfers(work, candidate, cluster):
         if t.place.nodes > 1:
-            flat += t.beside * t.sent
-            hierarchical += t.beside * t.calls * t.bytes * ring_share(t.op, t.place.nodes)
+            flat += t.place.beside * t.sent
+            hierarchical += t.place.beside * t.calls * t.bytes * ring_share(t.op, t.place.nodes)
     return flat, hierarchical
 
 
@@ -108,10 +106,10 @@ def _ddp(work: Workload, strategy: Strategy, place: Place, rounds: int) -> list[
 
 
 def _deepspeed(work: Workload, strategy: Strategy, place: Place, rounds: int) -> list[Transfer]:
-    width, size = _width(work), float(elements(work.shape, strategy))
-    calls = bucket_calls(work.shape, strategy, place.ranks)
     if strategy.stage == 3:
         return _stage3(work, strategy, place, rounds)
+    width, size = _width(work), float(elements(work.shape, strategy))
+    calls = bucket_calls(work.shape, strategy, place.ranks)
     if strategy.stage == 0:
         return [place.transfer("gradients", "all_reduce", width * size, calls, "boundary")]
     op: Op = "reduce" if strategy.less_traffic else "all_reduce"
@@ -142,86 +140,72 @@ def _deepspeed(work: Workload, strategy: Strategy, place: Place, rounds: int) ->
 
 def _stage3(work: Workload, strategy: Strategy, place: Place, rounds: int) -> list[Transfer]:
     width, ranks = _width(work), place.ranks
-    calls = bucket_calls(work.shape, strategy, ranks)
     whole = float(width * elements(work.shape, strategy, align=ranks))
     ahead, back, kept = stage3_gathers(work.shape, strategy)
-    hides: Hides = "backward" if strategy.overlap else "nothing"
-    prefetched: Hides = "forward" if strategy.overlap else "nothing"
-    scattered = (rounds * whole, rounds * calls)
-    largest = width * _table(work, strategy)
     checks = 1 if work.precision == "fp16" else 0
-    flags = 8.0 * GROUPS + checks
+    flags, small = 8.0 * GROUPS + checks, width * kept.elements
     return [
-        place.transfer(
-            "parameters, forward",
-            "all_gather",
-            width * ahead.elements * rounds,
-            ahead.calls * rounds,
-            "micro",
-            prefetched,
-            rounds=rounds,
-            largest=largest,
+        *_shards(
+            *(place, rounds),
+            ahead=(width * ahead.elements, ahead.calls),
+            back=(width * back.elements, back.calls),
+            scattered=(whole, bucket_calls(work.shape, strategy, ranks)),
+            largest=width * _table(work, strategy),
+            overlap=strategy.overlap,
         ),
-        place.transfer(
-            "parameters, backward",
-            "all_gather",
-            width * back.elements * rounds,
-            back.calls * rounds,
-            "micro",
-            hides,
-            rounds=rounds,
-        ),
-        place.transfer(
-            *("gradients", "reduce_scatter", *scattered, "micro", hides),
-            rounds=rounds,
-            largest=largest,
-        ),
-        place.transfer(
-            "small parameters", "all_gather", width * kept.elements, kept.calls, "update"
-        ),
+        place.transfer("small parameters", "all_gather", small, kept.calls, "update"),
         place.transfer("norms", "all_reduce", flags, GROUPS + checks, "update"),
     ]
 
 
 def _fsdp2(work: Workload, strategy: Strategy, place: Place, rounds: int) -> list[Transfer]:
     shape, width = work.shape, _width(work)
-    size = elements(shape, strategy)
+    whole = float(width * elements(shape, strategy))
     layers = shape.layers * shape.layer_parameters / strategy.tensor / strategy.pipeline
     embedding = 0 if shape.tied else shape.vocab * shape.width / strategy.tensor
     units = shape.layers // strategy.pipeline + (1 if shape.tied else 2)
-    again = units - 1
-    root = width * _table(work, strategy)  # first to be gathered, last to be reduced
     return [
-        place.transfer(
-            "parameters, forward",
-            "all_gather",
-            float(width * size * rounds),
-            units * rounds,
-            "micro",
-            "forward",
-            rounds=rounds,
-            largest=root,
-        ),
-        place.transfer(
-            "parameters, backward",
-            "all_gather",
-            width * (layers + embedding) * rounds,
-            again * rounds,
-            "micro",
-            "backward",
-            rounds=rounds,
-        ),
-        place.transfer(
-            "gradients",
-            "reduce_scatter",
-            float(width * size * rounds),
-            units * rounds,
-            "micro",
-            "backward",
-            rounds=rounds,
-            largest=root,
+        *_shards(
+            *(place, rounds),
+            ahead=(whole, units),
+            back=(width * (layers + embedding), units - 1),
+            scattered=(whole, units),
+            largest=width * _table(work, strategy),
+            overlap=True,
         ),
         place.transfer("norms", "all_reduce", 4.0, 1, "update"),
+    ]
+
+
+def _shards(
+    place: Place,
+    rounds: int,
+    *,
+    ahead: tuple[float, int],
+    back: tuple[float, int],
+    scattered: tuple[float, int],
+    largest: float,
+    overlap: bool,
+) -> list[Transfer]:
+    """What sharded parameters send in each of `rounds` micro-batches: gathers, then a scatter.
+
+    Args:
+        ahead, back, scattered: bytes and calls of one micro-batch.
+        largest: bytes of the token table, first to be gathered and last to be reduced.
+    """
+    hides: tuple[Hides, Hides] = ("forward", "backward") if overlap else ("nothing", "nothing")
+    parts: tuple[tuple[str, Op, tuple[float, int], Hides, float], ...] = (
+        ("parameters, forward", "all_gather", ahead, hides[0], largest),
+        ("parameters, backward", "all_gather", back, hides[1], 0.0),
+        ("gradients", "reduce_scatter", scattered, hides[1], largest),
+    )
+    return [
+        place.transfer(
+            *(what, op, size * rounds, calls * rounds, "micro", hidden),
+            rounds=rounds,
+            largest=most,
+        )
+        for what, op, (size, calls), hidden, most in parts
     ]
 
 

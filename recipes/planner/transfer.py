@@ -65,13 +65,10 @@ class Place:
             op=op,
             bytes=size / calls if calls else 0.0,
             calls=calls,
-            group=self.group,
-            ranks=self.ranks,
+            place=self,
             when=when,
             hides_behind=hides_behind,
             tail=min(1.0, rounds * max(largest, size / calls) / size) if size else 1.0,
-            per_node=self.per_node,
-            beside=self.beside,
         )
 
 
@@ -97,27 +94,19 @@ class Transfer:
         bytes: the payload S of one call, the whole tensor; the mean where calls differ in size.
         calls: of an update, on a rank.
         tail: share of the payload in calls that nothing hides: the first or last of each round.
-        ranks, per_node, beside: as `Place` has them.
+        place: where its ranks are.
     """
 
     what: str
     op: Op
     bytes: float
     calls: int
-    group: Group
-    ranks: int
+    place: Place
     when: When
     hides_behind: Hides
     tail: float
-    per_node: int
-    beside: int = 1
-
-    @property
-    def place(self) -> Place:
-        """Where its ranks are."""
-        return Place(ranks=self.ranks, per_node=self.per_node, beside=self.beside, group=self.group)
 
     @property
     def sent(self) -> float:
         """Bytes that a rank sends in an update, by ring algorithms."""
-        return self.calls * self.bytes * ring_share(self.op, self.ranks)
+        return self.calls * self.bytes * ring_share(self.op, self.place.ranks)
